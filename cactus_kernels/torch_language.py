@@ -1,0 +1,29 @@
+"""The names of `triton.language` that rules may use, for torch tensors: correctly rounded where the kernels' are.
+
+Float64 tensors stay float64, so that `law` can evaluate the same rules at full precision.
+"""
+
+import torch
+
+
+def where(condition, a, b):
+    if isinstance(condition, bool):
+        return a if condition else b
+    return torch.where(condition, a, b)
+
+
+def minimum(a, b):
+    return torch.clamp(a, max=b)
+
+
+def maximum(a, b):
+    return torch.clamp(a, min=b)
+
+
+def sqrt_rn(x):
+    # torch.sqrt is off in the last bit for some fp32 inputs on CPUs; by way of float64 the result is correctly rounded.
+    return x.double().sqrt().to(x.dtype)
+
+
+def div_rn(a, b):
+    return a / b

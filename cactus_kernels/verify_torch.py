@@ -1,0 +1,168 @@
+"""Verification in torch: the reference for the kernel, and the fast path on a CPU.
+
+It reads one row pair of each request in full, whatever the number of drafted tokens. On a GPU it waits for the device.
+"""
+
+import torch
+
+from . import philox, race_torch
+
+MAX_PROB = 1.01  # probabilities above this are bad input; between 1 and this they are rounding
+GROUP = 1 << 18  # row elements handled at once: enough to amortise an operation, few enough for the cache
+
+# What a token is drawn from: the target row; the residual (h - p)+; or h without the drafted token, where rounding or
+# bad input left no residual.
+TARGET, RESIDUAL, REST = range(3)
+
+
+class Rows:
+    """Rows of probabilities, addressed by request and position. Padded [B, m, V], or flat [N, V] with `first` [B]."""
+
+    def __init__(self, probs, first):
+        self.probs, self.first, self.vocab_size = probs, first, probs.shape[-1]
+
+    def whole(self, request, position):
+        """fp32 [R, V]; request and position int64 [R]."""
+        return self.probs[self._index(request, position)].float()
+
+    def at(self, request, position, token):
+        """fp32 entries, 0 where the token is not in this vocabulary; int64 arguments broadcast."""
+        inside = (token >= 0) & (token < self.vocab_size)
+        values = self.probs[(*self._index(request, position), token.clamp(0, self.vocab_size - 1))]
+        return torch.where(inside, values.float(), 0.0)
+
+    def _index(self, request, position):
+        if self.first is None:
+            return request, position
+        # Past a request's own rows entries are masked, but must lie somewhere.
+        return ((self.first[request] + position).clamp(max=self.probs.shape[0] - 1),)
+
+
+def verify(inputs, out):
+    """Write the tokens of `inputs` (checked by `verify.verify`) to `out` (a `VerifyOutput`)."""
+    B, V, device = inputs.batch_size, inputs.vocab_size, inputs.target.device
+    seed, offset = _per_request(inputs)
+    m = inputs.max_draft_tokens if inputs.draft_token_ids.numel() else 0
+    request, j = torch.arange(B, device=device), torch.arange(m, device=device)
+    num_drafted, first, bad_request = _spans(inputs)
+    target = Rows(inputs.target, None if first is None else first + request)
+    draft = None if inputs.draft is None else Rows(inputs.draft, first)
+
+    # 1. Gather q_n and p_n of the drafted tokens: [B, m + 1], the last column being the end of every draft.
+    ids = n = _drafted_tokens(inputs, first, num_drafted, m)
+    q_n = target.at(request[:, None], j, n[:, :m])
+    if draft is None or not m:
+        p_n = torch.ones_like(q_n)
+    else:
+        p_n = draft.at(request[:, None], j, n[:, :m])
+    bad = (n < -1) | (n >= max(V, inputs.draft_vocab_size)) | bad_request[:, None]
+    bad[:, :m] |= bad_prob(q_n) | bad_prob(p_n)
+    q_n, p_n = (torch.nn.functional.pad(x.clamp(max=1), (0, 1)) for x in (q_n, p_n))
+
+    # 2. Accept until the first token that is rejected, bad or not there.
+    strengths = [s[:, None] if isinstance(s, torch.Tensor) else s for s in inputs.rule.strengths]
+    h_n = inputs.rule.h(q_n, q_n, p_n, True, None, *strengths)
+    row = philox.counter_row(offset[:, None], torch.arange(m + 1, device=device))
+    u = philox.uniform(*philox.philox(seed[:, None], 0, philox.ACCEPT, *row))
+    accepted = (u * p_n < h_n) & (n >= 0) & ~bad
+    stop = (~accepted).int().argmax(1)
+    valid = ~bad[request, stop]
+    n, q_n, p_n, row = n[request, stop], q_n[request, stop], p_n[request, stop], [w[request, stop] for w in row]
+    rejected = n >= 0
+
+    # 3. Sum the weights of the one row pair that a token is drawn from, chunk by chunk.
+    def weights(kind, r, tokens=None):
+        """Weights of requests r: of whole rows [R, V], or of `tokens` [R, K]; and which requests have bad ones."""
+        q = target.whole(r, stop[r]) if tokens is None else target.at(r[:, None], stop[r][:, None], tokens)
+        bad = bad_prob(torch.stack(torch.aminmax(q, dim=1))).any(0)
+        if kind == TARGET:
+            return q, bad
+        of_r = [s[r] if isinstance(s, torch.Tensor) else s for s in strengths]
+        w = inputs.rule.h(q, q_n[r, None], p_n[r, None], False, None, *of_r)
+        if kind == RESIDUAL and draft is not None:
+            p = draft.whole(r, stop[r])[:, :V] if tokens is None else draft.at(r[:, None], stop[r][:, None], tokens)
+            bad |= bad_prob(torch.stack(torch.aminmax(p, dim=1))).any(0)
+            w = (w - torch.nn.functional.pad(p, (0, w.shape[1] - p.shape[1]))).clamp_(min=0)
+        if tokens is None:
+            k = (n[r] < V).nonzero().squeeze(1)
+            w[k, n[r][k]] = 0
+        else:
+            w = w.masked_fill(tokens == n[r, None], 0.0)
+        return w, bad
+
+    sums = torch.zeros((B, race_torch.num_chunks(V)), dtype=torch.int64, device=device)
+
+    def scan(kind, which):
+        for r in which.nonzero().squeeze(1).split(max(1, GROUP // V)):
+            w, bad = weights(kind, r)
+            sums[r] = race_torch.chunk_sums(w)
+            valid[r] &= ~bad
+
+    scan(TARGET, valid & ~rejected)
+    scan(RESIDUAL, valid & rejected)
+    no_residual = valid & rejected & (sums == 0).all(1)
+    scan(REST, no_residual)
+    valid &= (sums != 0).any(1)
+
+    # 4. The race between chunks, then between the tokens of the winning chunk.
+    chunk = race_torch.pick(sums, seed, row, inputs.purposes[0])
+    tokens = chunk[:, None] * race_torch.CHUNK + torch.arange(race_torch.CHUNK, device=device)
+    chunk_weights = torch.zeros(tokens.shape, device=device)
+    for kind, which in (
+        (TARGET, valid & ~rejected), (RESIDUAL, valid & rejected & ~no_residual), (REST, valid & no_residual)
+    ):  # fmt: skip
+        r = which.nonzero().squeeze(1)
+        if len(r):
+            chunk_weights[r] = weights(kind, r, tokens[r])[0]
+    token = tokens.gather(1, race_torch.pick(chunk_weights, seed, row, inputs.purposes[1])[:, None])
+
+    # 5. The accepted tokens, the drawn one, then -1.
+    k = torch.arange(out.token_ids.shape[1], device=device)
+    ids = torch.nn.functional.pad(ids, (0, len(k) - m - 1), value=-1).masked_fill(k >= stop[:, None], -1)
+    ids = torch.where((k == stop[:, None]) & valid[:, None], token, ids)
+    out.token_ids.copy_(ids)
+    out.num_accepted.copy_(stop)
+    out.valid.copy_(valid)
+
+
+def bad_prob(x):
+    """True where a probability is NaN, infinite, negative or above 1.01."""
+    return ~((x >= 0) & (x <= MAX_PROB))
+
+
+def _per_request(inputs):
+    """Seed and offset of every request, int64 [B]."""
+    B, device = inputs.batch_size, inputs.target.device
+    seed, offset = inputs.seed, inputs.offset
+    if isinstance(seed, int):
+        seed = philox.request_seeds(seed, B, device)
+    if isinstance(offset, int):
+        offset = torch.full((B,), offset, dtype=torch.int64, device=device)
+    return seed, offset
+
+
+def _spans(inputs):
+    """Tokens drafted [B] int64, the first flat row [B] int64 (None if padded), and requests whose numbers are bad [B]."""
+    B, device = inputs.batch_size, inputs.target.device
+    bad = torch.zeros(B, dtype=torch.bool, device=device)
+    for s in inputs.rule.strengths:
+        if isinstance(s, torch.Tensor):
+            bad |= ~((s >= 0) & (s < float("inf")))
+    if inputs.cu_draft_tokens is None:
+        return torch.full((B,), inputs.max_draft_tokens, device=device), None, bad
+    start, end = inputs.cu_draft_tokens[:-1].long(), inputs.cu_draft_tokens[1:].long()
+    disorder = (start < 0) | (end < start) | (end > len(inputs.draft_token_ids))
+    disorder |= end - start > inputs.max_draft_tokens
+    start, end = start.masked_fill(disorder, 0), end.masked_fill(disorder, 0)
+    return end - start, start, bad | disorder
+
+
+def _drafted_tokens(inputs, first, num_drafted, m):
+    """Drafted ids int64 [B, m + 1], -1 beyond each draft."""
+    j = torch.arange(m, device=num_drafted.device)
+    if first is None:
+        ids = inputs.draft_token_ids[:, :m]
+    else:
+        at = (first[:, None] + j).clamp(max=max(len(inputs.draft_token_ids) - 1, 0))
+        ids = inputs.draft_token_ids[at]
+    return torch.nn.functional.pad(torch.where(j < num_drafted[:, None], ids.long(), -1), (0, 1), value=-1)

@@ -1,0 +1,40 @@
+"""Metadata of the package; tool settings are in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+root = Path(__file__).parent
+version = re.search(r'^__version__ = "(.+)"$', (root / "cactus_kernels/__init__.py").read_text(), re.M).group(1)
+
+setup(
+    name="cactus-kernels",
+    version=version,
+    description="Fused speculative-sampling verification (Cactus and SpS) for Hugging Face models, in Triton and torch",
+    long_description=(root / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["cactus_kernels", "cactus_kernels.*"]),
+    package_data={"cactus_kernels": ["py.typed", "assets/*", "assets/*/*"]},
+    install_requires=[
+        "torch>=2.6",
+        'triton>=3.2; platform_system == "Linux"',
+        "transformers>=5.0",
+        "safetensors",
+        "typer>=0.12",
+        "rich>=13",
+    ],
+    extras_require={
+        "test": ["pytest>=8", "pytest-benchmark>=4", "pytest-timeout>=2", "scipy>=1.11", "ruff>=0.9"],
+        "bench": ["pytest>=8", "pytest-benchmark>=4"],
+        "plot": ["matplotlib>=3.8"],
+    },
+    entry_points={"console_scripts": ["cactus-kernels=cactus_kernels.cli:main"]},
+    classifiers=[
+        "Intended Audience :: Science/Research",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)
