@@ -106,7 +106,7 @@ def verify(inputs, out):
 
     # 4. The race between chunks, then between the tokens of the winning chunk.
     chunk = race_torch.pick(sums, seed, row, inputs.purposes[0])
-    tokens = chunk[:, None] * race_torch.CHUNK + torch.arange(race_torch.CHUNK, device=device)
+    tokens = chunk[:, None] * race_torch.CHUNK + torch.arange(min(race_torch.CHUNK, V), device=device)
     chunk_weights = torch.zeros(tokens.shape, device=device)
     for kind, which in (
         (TARGET, valid & ~rejected), (RESIDUAL, valid & rejected & ~no_residual), (REST, valid & no_residual)
