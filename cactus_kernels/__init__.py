@@ -1,3 +1,38 @@
 """Speculative sampling for large language models: Cactus and SpS verification in one launch, and the loop around it."""
 
+from importlib import import_module
+
+from . import law
+from .rows import draw
+from .rules import Cactus, Rule, SpS
+from .stats import Stats
+from .verify import VerifyOutput, verify
+
 __version__ = "0.1.0"
+
+# These need transformers, which takes seconds to import: loaded when first asked for.
+_LAZY = {"embedded_pair": "assets", "speculative_generate": "generate", "SpeculativeOutput": "generate"}
+
+__all__ = [
+    "Cactus",
+    "Rule",
+    "SpS",
+    "SpeculativeOutput",
+    "Stats",
+    "VerifyOutput",
+    "draw",
+    "embedded_pair",
+    "law",
+    "speculative_generate",
+    "verify",
+]
+
+
+def __getattr__(name):
+    if name in _LAZY:
+        return getattr(import_module(f".{_LAZY[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})

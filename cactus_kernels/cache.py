@@ -1,0 +1,249 @@
+"""Per-row rollback of a Hugging Face KV cache.
+
+After a round of speculative decoding every row of the batch keeps another number of tokens. Here the keys and values of
+the token at position t of a row live in slot t + 1 of that row, whatever the other rows do, and slot 0 takes what
+padding entries write. The attention mask is made from the positions alone, so what lies in the slots past a row's end
+is never seen: rolling back is to write over.
+"""
+
+import inspect
+from functools import partial
+
+import torch
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+SMALLEST_CAPACITY = 64
+# The keyword that takes the cache, newest name first: transformers 5.24 writes `cache` for `past_key_values`.
+CACHE_KEYWORDS = ("cache", "past_key_values")
+ATTENTION = ("sdpa", "eager")
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+class Slots:
+    """Where the tokens of the current call go; one object, shared by the layers of a cache.
+
+    index: int64 [B, 1, T, 1], slot of each entry. used: slots in use, slot 0 counted. capacity: slots to allocate.
+    """
+
+    def __init__(self):
+        self.index = None
+        self.used = 0
+        self.capacity = 0
+
+
+class ScatterLayer(CacheLayerMixin):
+    """Keys and values of one layer, each [B, heads, capacity, head_dim], written at `slots.index`."""
+
+    is_sliding = False
+
+    def __init__(self, slots: Slots):
+        super().__init__()
+        self.slots = slots
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.keys, self.values = self._empty(key_states), self._empty(value_states)
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Writes the states of T new tokens, each [B, heads, T, head_dim]; returns the slots in use, laid out alike."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self.keys.shape[2] < self.slots.capacity:
+            self.keys, self.values = self._grown(self.keys), self._grown(self.values)
+        index = self.slots.index.to(key_states.device)
+        self.keys.scatter_(2, index.expand_as(key_states), key_states)
+        self.values.scatter_(2, index.expand_as(value_states), value_states)
+        return self.keys[:, :, : self.slots.used], self.values[:, :, : self.slots.used]
+
+    def _empty(self, states: torch.Tensor) -> torch.Tensor:
+        # Zeros, because a masked slot still counts with weight 0, and 0 times an uninitialized NaN is NaN.
+        batch, heads, _, head_dim = states.shape
+        return states.new_zeros(batch, heads, self.slots.capacity, head_dim)
+
+    def _grown(self, buffer: torch.Tensor) -> torch.Tensor:
+        grown = self._empty(buffer)
+        grown[:, :, : buffer.shape[2]] = buffer
+        return grown
+
+    # Models ask for a length to number positions and to size masks. Both are passed to them, so this layer has none.
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_mask_sizes(self, *args) -> tuple[int, int]:
+        return self.slots.used, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name in transformers 5.0
+
+
+class RollbackModel:
+    """A causal LM over a batch of rows, each of which can go back to an earlier position at no cost.
+
+    A call may start a row at any position the row has reached, and forgets what the row had from there on.
+    The caller's model, its config and its inputs are left as they are.
+    """
+
+    def __init__(self, model, batch_size: int, max_length: int):
+        """
+        model: a `transformers` causal LM with eager or sdpa attention.
+        batch_size: rows, B. max_length: most positions a row may reach; memory grows towards it as needed.
+        Raises ValueError where `check_rollback` does.
+        """
+        check_rollback(model, max_length)
+        self.model = model
+        self.batch_size = batch_size
+        self.max_length = max_length
+        self.slots = Slots()
+        self.cache = Cache(layer_class_to_replicate=partial(ScatterLayer, self.slots))
+        self.cache_keyword = _cache_keyword(model)
+        self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        config = model.config.get_text_config()
+        self.windows = _windows(config)
+        self.additive_mask = config._attn_implementation == "eager"
+        self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+
+    @torch.no_grad()
+    def __call__(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, *, length: int, logits_to_keep: int = 0
+    ) -> torch.Tensor:
+        """Logits of a block of T tokens a row, [B, T, V], or of its last `logits_to_keep` columns if that is not 0.
+
+        input_ids: int64 [B, T]; what stands at padding entries is ignored.
+        positions: int64 [B, T], -1 at padding entries, which come first in a row; otherwise ascending by 1. A row may
+            be padding only. Logits at padding entries are finite and mean nothing.
+        length: the largest position + 1, known on the host so that no device is waited for.
+        Raises ValueError if the shapes do not fit, or if `length` is not in 0 .. max_length.
+        """
+        if input_ids.shape != positions.shape or input_ids.dim() != 2 or input_ids.shape[0] != self.batch_size:
+            raise ValueError(
+                f"input_ids {tuple(input_ids.shape)} and positions {tuple(positions.shape)} must both be "
+                f"[{self.batch_size}, T]"
+            )
+        if not 0 <= length <= self.max_length:
+            raise ValueError(f"length is {length}, not in 0 .. {self.max_length}: make max_length larger")
+        slots = self.slots
+        slots.used = length + 1
+        if slots.used > slots.capacity:
+            slots.capacity = min(max(SMALLEST_CAPACITY, 2 * slots.used), self.max_length + 1)
+        slots.index = (positions + 1)[:, None, :, None]
+        keywords = {self.cache_keyword: self.cache}
+        if self.keeps_logits:
+            keywords["logits_to_keep"] = logits_to_keep
+        logits = self.model(
+            input_ids=input_ids.masked_fill(positions < 0, 0),
+            attention_mask=self._attention_mask(positions),
+            position_ids=positions.clamp(min=0),
+            use_cache=True,
+            return_dict=True,
+            **keywords,
+        ).logits
+        return logits if self.keeps_logits else logits[:, -logits_to_keep:]
+
+    def _attention_mask(self, positions: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
+        """One mask [B, 1, T, used] if all layers see alike, else a dict of masks by layer type."""
+        masks = {name: visible_slots(positions, self.slots.used, window) for name, window in self.windows.items()}
+        if self.additive_mask:
+            lowest = torch.finfo(self.dtype).min
+            masks = {
+                name: torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, lowest)
+                for name, mask in masks.items()
+            }
+        # Not every model takes a dict, and those that do take a single mask as well: for all their layers.
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def visible_slots(positions: torch.Tensor, used: int, window: int | None) -> torch.Tensor:
+    """Which slots each entry attends to, bool [B, 1, T, used].
+
+    positions: int64 [B, T]. An entry at position t sees positions max(0, t - window + 1) .. t, hence itself; a padding
+    entry (-1) sees slot 0 alone, so that its softmax is over something.
+    """
+    query = positions[:, None, :, None]
+    key = torch.arange(-1, used - 1, device=positions.device)
+    visible = (key <= query) & ((key < 0) == (query < 0))
+    return visible if window is None else visible & (key > query - window)
+
+
+def max_positions(model) -> int | None:
+    """Positions the model was made for, None if its config names no limit."""
+    config = model.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if part.get("rope_type") == "longrope":
+            # Beyond this one the frequencies change: for all rows of a call at once, and not for keys already cached.
+            limit = min(limit, part["original_max_position_embeddings"])
+    return limit
+
+
+def check_rollback(model, max_length: int | None = None) -> None:
+    """Raises ValueError, naming what came and what to do, if `RollbackModel` cannot run the model to max_length."""
+    name, config = type(model).__name__, model.config.get_text_config()
+    # A class of transformers says whether it has a language model head; another one is taken at its word.
+    headless = type(model).__module__.startswith("transformers.") and not model.can_generate()
+    if headless or model.config.is_encoder_decoder:
+        raise ValueError(f"{name} is not a decoder-only causal LM: load the model with AutoModelForCausalLM")
+    types = set(getattr(config, "layer_types", None) or ())
+    if model._is_stateful or not types.issubset(LAYER_TYPES):
+        kinds = f" ({', '.join(sorted(types))})" if types else ""
+        raise ValueError(
+            f"{name} has recurrent, hybrid or other special layers{kinds}, which cannot roll back row by row: "
+            f"use a model whose layers are all {' or '.join(LAYER_TYPES)}"
+        )
+    attention = config._attn_implementation
+    if attention not in ATTENTION:
+        raise ValueError(
+            f"attention implementation {attention!r} takes no mask with a pattern for each row: "
+            f'call model.set_attn_implementation("sdpa"), or "eager"'
+        )
+    parameters = inspect.signature(model.forward).parameters
+    if _cache_keyword(model) is None or "position_ids" not in parameters:
+        raise ValueError(
+            f"{name}.forward takes {', '.join(parameters)}, and must take position_ids and "
+            f"{' or '.join(CACHE_KEYWORDS)}: use a model that can be told its positions"
+        )
+    if attention == "eager" and any(b.dim() == 4 and b.shape[2] == b.shape[3] > 1 for b in model.buffers()):
+        raise ValueError(
+            f"{name} has a causal mask of its own by slot in eager attention: "
+            f'call model.set_attn_implementation("sdpa"), or use a model without one'
+        )
+    if getattr(config, "alibi", False) or _numbers_from_padding(model):
+        raise ValueError(
+            f"{name} makes positions of its own (ALiBi, or counted from the padding id as in RoBERTa): "
+            f"use a model that can be told its positions"
+        )
+    generation_config = getattr(model, "generation_config", None)
+    if getattr(generation_config, "cache_implementation", None) == "quantized":
+        raise ValueError(
+            "model.generation_config.cache_implementation is 'quantized', and a quantized cache cannot roll back: "
+            "set it to None"
+        )
+    limit = max_positions(model)
+    if max_length is not None and limit is not None and max_length > limit:
+        raise ValueError(
+            f"max_length is {max_length}, but {name} has {limit} positions: use a shorter prompt or fewer new tokens"
+        )
+
+
+def _cache_keyword(model) -> str | None:
+    parameters = inspect.signature(model.forward).parameters
+    return next((keyword for keyword in CACHE_KEYWORDS if keyword in parameters), None)
+
+
+def _numbers_from_padding(model) -> bool:
+    return any(
+        name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None
+        for name, module in model.named_modules()
+    )
+
+
+def _windows(config) -> dict[str, int | None]:
+    """The sliding window of each layer type of the model, None for full attention."""
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        types = ["full_attention" if window is None else "sliding_attention"]
+    return {name: window if name == "sliding_attention" else None for name in dict.fromkeys(types)}

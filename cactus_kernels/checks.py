@@ -1,0 +1,200 @@
+"""What `speculative_generate` refuses, before any work is done."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import StoppingCriteriaList
+from transformers.generation.stopping_criteria import StopStringCriteria
+
+from . import philox
+from .cache import check_rollback
+from .rules import Rule, resolve_rule
+from .verify import MAX_DRAFT_TOKENS
+
+# Settings of `generate` that change what is generated in a way this loop does not follow: (refused if, what to do).
+REFUSED = {
+    "num_beams": (lambda v: v > 1, "beam search does not sample: use num_beams=1"),
+    "penalty_alpha": (lambda v: v > 0, "contrastive search does not sample: leave penalty_alpha out"),
+    "dola_layers": (bool, "DoLa decoding cannot be verified: leave it out"),
+    "prompt_lookup_num_tokens": (bool, "prompt lookup is not offered: pass an assistant_model"),
+    "guidance_scale": (lambda v: v != 1, "classifier-free guidance runs the model itself: leave it out"),
+    "watermarking_config": (bool, "a watermark is a law of its own: leave it out"),
+    "output_scores": (bool, "not offered: leave it out"),
+    "output_logits": (bool, "not offered: leave it out"),
+    "output_attentions": (bool, "not offered: leave it out"),
+    "output_hidden_states": (bool, "not offered: leave it out"),
+    "use_cache": (lambda v: v is False, "speculative decoding needs the cache: leave use_cache out"),
+    "token_healing": (bool, "not offered: leave it out"),
+    "cache_implementation": (
+        lambda v: v == "quantized" or str(v).startswith("offloaded"),
+        "a quantized or offloaded cache cannot roll back here: leave it out",
+    ),
+}
+# Keywords that carry tensors or modes which the loop has no use for.
+NOT_TAKEN = ("past_key_values", "cache", "inputs_embeds", "encoder_outputs", "custom_generate", "position_ids")
+# Vocabularies of one tokenizer may be padded to different sizes, but not by more than this.
+MAX_PADDING = 1024
+
+
+@dataclass
+class Request:
+    """A checked call. `input_ids` int64 [B, P] on the model's device; `kwargs` go to `generate` as they are."""
+
+    input_ids: torch.Tensor
+    rule: Rule
+    num_assistant_tokens: int
+    seed: int | torch.Tensor
+    stopping_criteria: StoppingCriteriaList
+    kwargs: dict
+
+    def seeds(self, batch_size: int) -> torch.Tensor:
+        """The seed of every row, int64 [B]."""
+        if isinstance(self.seed, int):
+            return philox.request_seeds(self.seed, batch_size, self.input_ids.device)
+        if len(self.seed) != batch_size:
+            raise ValueError(f"seed has {len(self.seed)} entries for {batch_size} rows: give one a row, or an int")
+        return self.seed.to(self.input_ids.device)
+
+
+def check_request(
+    model, input_ids, assistant_model, rule, num_assistant_tokens, seed, generation_config, stopping_criteria, streamer,
+    tokenizer, assistant_tokenizer, kwargs,
+) -> Request:  # fmt: skip
+    """Check the arguments of `speculative_generate`, which documents them. Raises TypeError or ValueError."""
+    rule = resolve_rule(rule)
+    if isinstance(num_assistant_tokens, bool) or not isinstance(num_assistant_tokens, int):
+        raise TypeError(f"num_assistant_tokens must be an int, got {num_assistant_tokens!r}")
+    if not 1 <= num_assistant_tokens <= MAX_DRAFT_TOKENS:
+        raise ValueError(f"num_assistant_tokens must be in 1 .. {MAX_DRAFT_TOKENS}, got {num_assistant_tokens}")
+    kwargs = dict(kwargs)
+
+    def setting(name):
+        """What `generate` will go by: its keyword, else the config passed, else the model's own."""
+        for source in (kwargs.get(name), getattr(generation_config, name, None)):
+            if source is not None:
+                return source
+        return getattr(model.generation_config, name, None)
+
+    input_ids = _check_input_ids(model, input_ids)
+    for name, (refused, advice) in REFUSED.items():
+        value = setting(name)
+        if value is not None and refused(value):
+            raise ValueError(f"{name}={value!r}: {advice}")
+    for name in NOT_TAKEN:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{name} is not taken by speculative_generate: leave it out")
+    if kwargs.pop("synced_gpus", None):
+        raise ValueError("synced_gpus=True is not offered: the loop runs on one process")
+
+    _check_pair(model, assistant_model, tokenizer, assistant_tokenizer)
+    rows = len(input_ids) * (setting("num_return_sequences") or 1)
+    pad_token_id = setting("pad_token_id")
+    mask = _check_mask(input_ids, kwargs.get("attention_mask"), pad_token_id)
+    kwargs["attention_mask"] = mask
+    criteria = StoppingCriteriaList(stopping_criteria or [])
+    stop_strings = kwargs.pop("stop_strings", None) or setting("stop_strings")
+    if stop_strings:
+        if tokenizer is None:
+            raise ValueError("stop_strings need the tokenizer: pass tokenizer=")
+        criteria.append(StopStringCriteria(tokenizer, stop_strings))
+    if rows > 1 and pad_token_id is None and setting("eos_token_id") is None and len(criteria):
+        raise ValueError("rows that end at different lengths need padding: pass pad_token_id")
+    if streamer is not None and rows > 1:
+        raise ValueError(f"a streamer takes one row, got {rows}: generate them one by one, or leave it out")
+    for strength in rule.strengths:
+        if isinstance(strength, torch.Tensor) and len(strength) != rows:
+            raise ValueError(f"{rule.name} has {len(strength)} strengths for {rows} rows: give one a row, or a number")
+        if isinstance(strength, torch.Tensor) and not (strength.isfinite() & (strength >= 0)).all():
+            raise ValueError(f"strengths must be finite and at least 0, got {strength.tolist()}")
+    return Request(input_ids, rule, num_assistant_tokens, _check_seed(seed, rows), criteria, kwargs)
+
+
+def check_same_tokenizer(tokenizer, assistant_tokenizer) -> None:
+    """Raises ValueError if two tokenizers give a token different ids; padding of the vocabulary does not matter."""
+    mine, other = tokenizer.get_vocab(), assistant_tokenizer.get_vocab()
+    if mine == other:
+        return
+    different = [t for t in mine.keys() | other.keys() if mine.get(t) != other.get(t)]
+    token = min(different)
+    raise ValueError(
+        f"the draft has another tokenizer: {len(different)} tokens differ, among them {token!r} with id "
+        f"{mine.get(token)} in the target's and {other.get(token)} in the draft's: use a draft of the same family"
+    )
+
+
+def _check_input_ids(model, input_ids):
+    if not isinstance(input_ids, torch.Tensor):
+        raise TypeError(f"input_ids must be an int64 tensor [B, P], got {type(input_ids).__name__}")
+    if input_ids.dim() != 2:
+        raise ValueError(f"input_ids must have shape [B, P], got {tuple(input_ids.shape)}")
+    if input_ids.numel() == 0:
+        raise ValueError(f"input_ids are empty, shape {tuple(input_ids.shape)}: give at least one token a row")
+    if input_ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"input_ids must be int64, got {input_ids.dtype}")
+    vocab_size = model.config.get_text_config().vocab_size
+    low, high = int(input_ids.min()), int(input_ids.max())
+    if low < 0 or high >= vocab_size:
+        raise ValueError(
+            f"input_ids must be in 0 .. {vocab_size - 1}, got {low if low < 0 else high}: another tokenizer?"
+        )
+    return input_ids.to(model.device, torch.int64)
+
+
+def _check_pair(model, assistant_model, tokenizer, assistant_tokenizer):
+    if assistant_model is None:
+        raise ValueError("assistant_model is None: pass the draft model")
+    for name, m in (("model", model), ("assistant_model", assistant_model)):
+        if not hasattr(m, "config") or not hasattr(m, "generation_config"):
+            raise TypeError(f"{name} must be a transformers causal LM, got {type(m).__name__}")
+        check_rollback(m)
+    if model.device != assistant_model.device:
+        raise ValueError(
+            f"model is on {model.device} and assistant_model on {assistant_model.device}: move one of them"
+        )
+    if tokenizer is not None and assistant_tokenizer is not None:
+        check_same_tokenizer(tokenizer, assistant_tokenizer)
+        return
+    sizes = [m.config.get_text_config().vocab_size for m in (model, assistant_model)]
+    if abs(sizes[0] - sizes[1]) > MAX_PADDING:
+        raise ValueError(
+            f"the target has {sizes[0]} tokens and the draft {sizes[1]}: they must share a tokenizer (if they do, pass "
+            "tokenizer= and assistant_tokenizer=, which are compared id by id)"
+        )
+
+
+def _check_mask(input_ids, mask, pad_token_id):
+    if mask is None:
+        if len(input_ids) > 1 and pad_token_id is not None:
+            first, last = input_ids[:, 0] == pad_token_id, input_ids[:, -1] == pad_token_id
+            # A batch whose rows all begin with one token may mean it: some models have one id for padding and beginning.
+            if last.any() or (first.any() and not first.all()):
+                raise ValueError(f"rows begin or end with the padding id {pad_token_id}: pass attention_mask")
+        return None
+    if not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape:
+        shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise ValueError(f"attention_mask must have the shape of input_ids, {tuple(input_ids.shape)}, got {shape}")
+    mask = mask.to(input_ids.device).long()
+    if not ((mask == 0) | (mask == 1)).all():
+        raise ValueError("attention_mask must hold 0 and 1")
+    if not mask[:, -1].all() or (mask.diff(dim=1) < 0).any():
+        raise ValueError(
+            "attention_mask has padding at the right of a row or inside it: use tokenizer.padding_side='left'"
+        )
+    return mask
+
+
+def _check_seed(seed, rows):
+    if seed is None:
+        return int(torch.randint(-(2**63), 2**63 - 1, ()))
+    if isinstance(seed, bool) or not isinstance(seed, (int, list, tuple, torch.Tensor)):
+        raise TypeError(f"seed must be an int, a list of ints or None, got {type(seed).__name__}")
+    values = [seed] if isinstance(seed, int) else seed.tolist() if isinstance(seed, torch.Tensor) else list(seed)
+    if not isinstance(values, list) or any(isinstance(s, bool) or not isinstance(s, int) for s in values):
+        raise TypeError(f"seed must hold ints, got {seed!r}")
+    if any(not -(2**63) <= s < 2**63 for s in values):
+        raise ValueError(f"a seed must fit in 64 bits, got {seed}")
+    if isinstance(seed, int):
+        return seed
+    if len(values) != rows:
+        raise ValueError(f"seed has {len(values)} entries for {rows} rows: give one a row, or an int")
+    return torch.tensor(values, dtype=torch.int64)

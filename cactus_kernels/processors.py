@@ -1,0 +1,109 @@
+"""transformers' logits processors and stopping criteria over ragged rows: each row as if it were generated alone."""
+
+import copy
+from functools import partial
+
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as hf
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+# Processors that look at the scores alone, so that all rows and positions go through them at once.
+SCORES_ONLY = (
+    hf.TemperatureLogitsWarper,
+    hf.TopKLogitsWarper,
+    hf.TopPLogitsWarper,
+    hf.MinPLogitsWarper,
+    hf.TypicalLogitsWarper,
+    hf.EpsilonLogitsWarper,
+    hf.EtaLogitsWarper,
+    hf.LogitNormalization,
+    hf.InfNanRemoveLogitsProcessor,
+    hf.SuppressTokensLogitsProcessor,
+)
+
+
+class Processors:
+    """The processors of `generate`, applied to draft and target alike.
+
+    Processors that read the text get a row's own text without padding, and are made for each row with that row's
+    lengths. So a request does not depend on its batch.
+    """
+
+    def __init__(
+        self, model, prepared, generation_config, user_processors, prefix_allowed_tokens_fn, prompts, new_tokens
+    ):
+        """
+        model, prepared, generation_config: the model, and what its `generate` prepared.
+        user_processors, prefix_allowed_tokens_fn: what the caller gave.
+        prompts: the prompts without padding, int64 [n_b] each. new_tokens: most tokens a row may get.
+        """
+        self.prepared = prepared
+        self.scores_only = all(type(processor) in SCORES_ONLY for processor in prepared)
+        if self.scores_only:
+            return
+        self.by_row = []
+        for row, prompt in enumerate(prompts):
+            config = copy.deepcopy(generation_config)
+            config.max_length = len(prompt) + new_tokens
+            self.by_row.append(
+                # transformers' own way to a processor list; it has no public name.
+                model._get_logits_processor(
+                    generation_config=config,
+                    input_ids_seq_length=len(prompt),
+                    encoder_input_ids=prompt[None],
+                    prefix_allowed_tokens_fn=prefix_allowed_tokens_fn
+                    and partial(_in_row, prefix_allowed_tokens_fn, row),
+                    logits_processor=LogitsProcessorList(user_processors or []),
+                    device=prompt.device,
+                    model_kwargs={},
+                )
+            )
+
+    def __call__(self, logits, text, lengths):
+        """Processed fp32 scores [B, K, V].
+
+        logits: [B, K, V], of K next tokens for each row.
+        text: int64 [B, L], rows without padding. lengths: for each row the length of the text before its first of the
+            K tokens, or None for a row that takes no part.
+        """
+        scores = logits.float()
+        if self.scores_only:
+            if not self.prepared:
+                return scores
+            B, K, V = scores.shape
+            return self.prepared(text[:, :1], scores.reshape(B * K, V)).view(B, K, V)
+        scores = scores.clone()
+        for row, length in enumerate(lengths):
+            if length is None:
+                continue
+            for k in range(min(scores.shape[1], text.shape[1] - length + 1)):
+                scores[row, k : k + 1] = self.by_row[row](
+                    text[row : row + 1, : length + k], scores[row, k : k + 1].clone()
+                )
+        return scores
+
+
+class Stopping:
+    """Where a row's new tokens end: at EOS, or where a criterion of the caller says so; checked token by token."""
+
+    def __init__(self, criteria, eos_token_id):
+        """criteria: what `generate` prepared; its length and EOS criteria are replaced. eos_token_id: int, list or None."""
+        ids = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id or []
+        self.eos = {int(i) for i in ids}
+        self.criteria = [c for c in criteria if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria))]
+
+    def cut(self, text, tokens):
+        """How many of `tokens` a row keeps, and whether it ends with them.
+
+        text: int64 [L], the row's text with the new tokens at its end. tokens: list of ints.
+        """
+        before = len(text) - len(tokens)
+        for k, token in enumerate(tokens, 1):
+            if token in self.eos or any(bool(c(text[None, : before + k], None)) for c in self.criteria):
+                return k, True
+        return len(tokens), False
+
+
+def _in_row(allowed, row, _, input_ids):
+    """A caller's `prefix_allowed_tokens_fn` asked about a row that stands alone, where it would be row 0."""
+    return allowed(row, input_ids)

@@ -1,0 +1,62 @@
+"""What a run of speculative decoding did."""
+
+from dataclasses import asdict, dataclass, field
+
+
+@dataclass
+class Stats:
+    """Counts and times of one call of `speculative_generate`; lists have one entry for each request.
+
+    Attributes:
+        rule, strengths: the rule's name and its strengths (a number, or one for each request).
+        target_forwards: forward passes of the target over the batch, each followed by one verification.
+        rounds: verifications that each request took part in.
+        drafted, accepted: draft tokens proposed, and of those the ones in the output.
+        tokens: tokens emitted: accepted ones, and one recovered or bonus token a round.
+        accepted_lengths: for each request the accepted tokens of every round.
+        draft_seconds, target_seconds, verify_seconds: time in drafting, in the target's forward passes with their
+            processors, and in verification; on a GPU between events on the stream, on a CPU wall clock.
+    """
+
+    rule: str
+    strengths: list
+    target_forwards: int = 0
+    rounds: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    accepted_lengths: list[list[int]] = field(default_factory=list)
+    draft_seconds: float = 0.0
+    target_seconds: float = 0.0
+    verify_seconds: float = 0.0
+
+    @classmethod
+    def of(cls, rule, batch_size: int) -> "Stats":
+        strengths = [s.tolist() if hasattr(s, "tolist") else s for s in rule.strengths]
+        zeros = [[0] * batch_size for _ in range(4)]
+        return cls(rule.name, strengths, 0, *zeros, accepted_lengths=[[] for _ in range(batch_size)])
+
+    def count(self, request: int, drafted: int, accepted: int, emitted: int) -> None:
+        """One round of a request: `emitted` tokens came out, `accepted` of them drafted ones."""
+        self.rounds[request] += 1
+        self.drafted[request] += drafted
+        self.accepted[request] += accepted
+        self.tokens[request] += emitted
+        self.accepted_lengths[request].append(accepted)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted tokens, of all requests; NaN if nothing was drafted."""
+        return sum(self.accepted) / sum(self.drafted) if sum(self.drafted) else float("nan")
+
+    @property
+    def tokens_per_forward(self) -> float:
+        """Tokens a request got from one forward pass of the target, on average; plain decoding has 1."""
+        return sum(self.tokens) / sum(self.rounds) if sum(self.rounds) else float("nan")
+
+    def to_dict(self) -> dict:
+        """Everything above, ready for JSON."""
+        return asdict(self) | {
+            "acceptance_rate": self.acceptance_rate,
+            "tokens_per_forward": self.tokens_per_forward,
+        }

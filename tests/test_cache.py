@@ -1,0 +1,370 @@
+"""Logits over ragged rows with rollbacks, against the plain forward of each row's own text."""
+
+import random
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from cactus_kernels.cache import SMALLEST_CAPACITY, RollbackModel, check_rollback, max_positions, visible_slots
+
+V = 61
+WINDOW = 8
+PROMPTS = (3, 17, 9, 1)
+B = len(PROMPTS)
+# Inside, transformers rounds to fp32 in norms, rotary tables and the eager softmax. A wrong slot costs about 1.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
+
+COMMON = {
+    "vocab_size": V,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+GPT2 = {
+    "vocab_size": V,
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES = {
+    "llama": ("LlamaConfig", COMMON),
+    "qwen2": ("Qwen2Config", COMMON),
+    "qwen3": ("Qwen3Config", COMMON | {"head_dim": 8}),
+    "qwen3-windows": ("Qwen3Config", COMMON | MIXED | {"head_dim": 8, "use_sliding_window": True}),
+    "mistral": ("MistralConfig", COMMON | {"sliding_window": WINDOW}),
+    "phi3": ("Phi3Config", COMMON | {"sliding_window": WINDOW}),
+    "gemma2": ("Gemma2Config", COMMON | MIXED | {"head_dim": 8, "query_pre_attn_scalar": 8}),
+    "gemma3": ("Gemma3TextConfig", COMMON | MIXED | {"head_dim": 8, "query_pre_attn_scalar": 8}),
+    "cohere2": ("Cohere2Config", COMMON | MIXED | {"logit_scale": 1.0}),
+    "olmo2": ("Olmo2Config", COMMON),
+    "gpt2": ("GPT2Config", GPT2),
+    "gpt-neox": ("GPTNeoXConfig", COMMON),
+    "opt": ("OPTConfig", COMMON | {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+}
+
+
+def build(family: str, attention: str = "sdpa", dtype: torch.dtype = torch.float64):
+    name, kwargs = FAMILIES[family]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**kwargs), attn_implementation=attention)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Attention of a fresh model is nearly flat, and hides a wrong slot.
+            if parameter.dim() > 1:
+                parameter.mul_(8)
+    return model.to(dtype).eval()
+
+
+def left_padded(rows: list[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids, positions [B, T] of rows given as (tokens, position of the first)."""
+    width = max(len(tokens) for tokens, _ in rows)
+    ids, positions = torch.zeros(len(rows), width, dtype=torch.int64), torch.full((len(rows), width), -1)
+    for b, (tokens, start) in enumerate(rows):
+        ids[b, width - len(tokens) :] = tokens
+        positions[b, width - len(tokens) :] = torch.arange(start, start + len(tokens))
+    return ids, positions
+
+
+def random_tokens(shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, V, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def plain_logits(model, texts: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.cat([model(input_ids=text[None]).logits for text in texts])
+
+
+def prefilled(model, texts: torch.Tensor, max_length: int = 128) -> RollbackModel:
+    rollback = RollbackModel(model, B, max_length)
+    ids, positions = left_padded([(texts[b, :n], 0) for b, n in enumerate(PROMPTS)])
+    rollback(ids, positions, length=max(PROMPTS))
+    return rollback
+
+
+FORWARD_CASES = [
+    pytest.param(family, attention, dtype, id=f"{family}-{attention}-{str(dtype)[6:]}")
+    for family in FAMILIES
+    for attention in ("sdpa", "eager")
+    for dtype in TOLERANCE
+    # transformers has no sdpa for Gemma 2: it caps the scores of the attention.
+    if (family, attention) != ("gemma2", "sdpa")
+]
+
+
+@pytest.mark.parametrize("family, attention, dtype", FORWARD_CASES)
+def test_logits_are_those_of_the_plain_forward(family, attention, dtype):
+    model = build(family, attention, dtype)
+    if family == "gpt2" and attention == "eager" and any(buffer.dim() == 4 for buffer in model.buffers()):
+        pytest.skip("in this transformers GPT-2 has a mask by slot in eager attention, which is refused")
+    length = 72
+    texts = random_tokens((B, length))
+    expected = plain_logits(model, texts)
+    rollback = RollbackModel(model, B, length + 4)
+    rng = random.Random(0)
+    blocks = [(0, n, 0) for n in PROMPTS]
+    done = [0] * B
+    rounds = rolled_back = 0
+    while min(done) < length:
+        rows = []
+        for b, (start, right, wrong) in enumerate(blocks):
+            drafts = random_tokens((wrong,), seed=rounds * B + b)
+            rows.append((torch.cat([texts[b, start : start + right], drafts]), start))
+        ids, positions = left_padded(rows)
+        logits = rollback(ids, positions, length=int(positions.max()) + 1)
+        assert logits.isfinite().all()
+        for b, (start, right, wrong) in enumerate(blocks):
+            end = logits.shape[1] - wrong
+            torch.testing.assert_close(
+                logits[b, end - right : end], expected[b, start : start + right], rtol=0, atol=TOLERANCE[dtype]
+            )
+            done[b] = max(done[b], start + right)
+            rolled_back += wrong > 0
+        rounds += 1
+        blocks = []
+        for n in done:
+            start = n - rng.randint(0, min(n, 3))
+            right = min(length, n + rng.randint(1, 3)) - start
+            idle = n == length or rng.random() < 0.1
+            blocks.append((0, 0, 0) if idle else (start, right, rng.randint(0, 4)))
+        if all(right == 0 for _, right, _ in blocks):
+            blocks[0] = (0, 1, 0)
+    assert rolled_back > 50
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_finished_rows_leave_the_others_unchanged(family, attention):
+    model = build(family, attention)
+    texts = random_tokens((B, 40))
+    running, finishing = prefilled(model, texts), prefilled(model, texts)
+    lengths = list(PROMPTS)
+    for _ in range(6):
+        rows = [(texts[b, n : n + 3], n) for b, n in enumerate(lengths)]
+        lengths = [n + 3 for n in lengths]
+        ids, positions = left_padded(rows)
+        expected = running(ids, positions, length=max(lengths))
+        positions[[1, 3]] = -1
+        got = finishing(ids, positions, length=max(lengths))
+        assert torch.equal(got[[0, 2]], expected[[0, 2]])
+        assert got.isfinite().all()
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
+def test_what_lies_past_a_row_is_never_seen(family):
+    model = build(family)
+    texts = random_tokens((B, 40))
+    clean, poisoned = prefilled(model, texts), prefilled(model, texts)
+    for layer in poisoned.cache.layers:
+        for b, n in enumerate(PROMPTS):
+            layer.keys[b, :, n + 1 :] = 1e4
+            layer.values[b, :, n + 1 :] = 1e4
+        layer.keys[:, :, 0] = layer.values[:, :, 0] = 1e4
+    ids, positions = left_padded([(texts[b, n : n + 2 + b], n) for b, n in enumerate(PROMPTS)])
+    real = positions >= 0
+    assert torch.equal(clean(ids, positions, length=20)[real], poisoned(ids, positions, length=20)[real])
+
+
+def test_a_model_is_ready_for_another_batch_at_once():
+    model = build("llama")
+    used = prefilled(model, random_tokens((B, 40), seed=1))
+    texts = random_tokens((B, 12), seed=2)
+    positions = torch.arange(12).expand(B, 12)
+    torch.testing.assert_close(used(texts, positions, length=12), plain_logits(model, texts), rtol=0, atol=1e-6)
+
+
+def test_buffers_grow_by_doubling_up_to_max_length():
+    model = build("llama")
+    texts = random_tokens((2, 250))
+    expected = plain_logits(model, texts)
+    rollback = RollbackModel(model, 2, 250)
+    capacities = []
+    for start in range(0, 250, 10):
+        positions = torch.arange(start, start + 10).expand(2, 10)
+        logits = rollback(texts[:, start : start + 10], positions, length=start + 10)
+        torch.testing.assert_close(logits, expected[:, start : start + 10], rtol=0, atol=1e-6)
+        sizes = {buffer.shape[2] for layer in rollback.cache.layers for buffer in (layer.keys, layer.values)}
+        assert len(sizes) == 1
+        capacities.append(sizes.pop())
+    assert sorted(set(capacities)) == [SMALLEST_CAPACITY, 2 * 71, 251]
+    assert capacities == sorted(capacities)
+
+
+def test_no_more_than_max_length_is_allocated():
+    rollback = prefilled(build("llama"), random_tokens((B, 20)), max_length=17)
+    assert rollback.cache.layers[0].keys.shape == (B, 2, 18, 8)
+
+
+def test_logits_to_keep_keeps_the_last_columns():
+    rollback = prefilled(build("llama"), random_tokens((B, 20)))
+    ids, positions = left_padded([(random_tokens((2 + b,)), n) for b, n in enumerate(PROMPTS)])
+    whole = rollback(ids, positions, length=21)
+    last = rollback(ids, positions, length=21, logits_to_keep=2)
+    assert whole.shape == (B, 5, V)
+    torch.testing.assert_close(last, whole[:, -2:], rtol=0, atol=1e-9)
+
+
+def test_inputs_stay_and_ids_of_padding_do_not_matter():
+    model = build("llama")
+    texts = random_tokens((B, 20))
+    rollback = prefilled(model, texts)
+    ids, positions = left_padded([(texts[b, n : n + 1 + b], n) for b, n in enumerate(PROMPTS)])
+    expected = rollback(ids, positions, length=20)
+    ids[positions < 0] = -100
+    before = ids.clone(), positions.clone()
+    assert torch.equal(rollback(ids, positions, length=20), expected)
+    assert torch.equal(ids, before[0]) and torch.equal(positions, before[1])
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+def test_visible_slots(window):
+    positions = torch.tensor([[-1, 0, 1], [4, 5, 6], [-1, -1, -1]])
+    got = visible_slots(positions, 8, window)
+    assert got.shape == (3, 1, 3, 8) and got.dtype == torch.bool
+    for b, row in enumerate(positions.tolist()):
+        for i, t in enumerate(row):
+            first = 0 if window is None else max(0, t - window + 1)
+            seen = {0} if t < 0 else {s + 1 for s in range(first, t + 1)}
+            assert {slot for slot in range(8) if got[b, 0, i, slot]} == seen
+
+
+class Bigram(PreTrainedModel):
+    """A table of logits by the last token: no attention, no use of the cache."""
+
+    config_class = transformers.PretrainedConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.table = torch.nn.Parameter(torch.randn(V, V, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):
+        return CausalLMOutput(logits=self.table[input_ids])
+
+
+def bigram() -> Bigram:
+    return Bigram(transformers.PretrainedConfig(vocab_size=V, num_hidden_layers=1))
+
+
+def test_a_model_without_attention_passes_through():
+    model = bigram()
+    rollback = RollbackModel(model, B, 10**9)
+    ids, positions = left_padded([(random_tokens((4 + b,), seed=b), 0) for b in range(B)])
+    assert max_positions(model) is None
+    assert torch.equal(rollback(ids, positions, length=7), model.table[ids])
+    assert torch.equal(rollback(ids, positions, length=7, logits_to_keep=3), model.table[ids[:, -3:]])
+    assert not rollback.cache.layers
+
+
+def with_attention(name: str):
+    model = build("llama")
+    model.config._attn_implementation = name
+    return model
+
+
+def with_quantized_cache():
+    model = build("llama")
+    model.generation_config.cache_implementation = "quantized"
+    return model
+
+
+def without_positions():
+    model = bigram()
+    model.forward = lambda input_ids, cache=None: None
+    return model
+
+
+def without_cache():
+    model = bigram()
+    model.forward = lambda input_ids, position_ids=None: None
+    return model
+
+
+def model_of(name: str, **kwargs):
+    """A model of class `name` of transformers; its config's class has the same stem."""
+    stem = name.split("For")[0].removesuffix("Model")
+    return getattr(transformers, name)(getattr(transformers, stem + "Config")(**kwargs))
+
+
+SMALL_BERT = {
+    "vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+}  # fmt: skip
+SMALL_NEXT = COMMON | {
+    "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "head_dim": 8, "num_experts": 2,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+SMALL_MAMBA = {"vocab_size": V, "hidden_size": 32, "num_hidden_layers": 2}
+SMALL_T5 = {"vocab_size": V, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4}
+SMALL_NEO = {
+    "vocab_size": V, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]],
+    "max_position_embeddings": 64,
+}  # fmt: skip
+SET_SDPA = r".*call model.set_attn_implementation\(\"sdpa\"\)"
+REFUSED = {
+    "no head": (lambda: model_of("LlamaModel", **COMMON), "LlamaModel is not .* AutoModelForCausalLM"),
+    "encoder": (lambda: model_of("BertForMaskedLM", **SMALL_BERT), "BertForMaskedLM is not .* AutoModelForCausalLM"),
+    "encoder-decoder": (lambda: model_of("T5ForConditionalGeneration", **SMALL_T5), "T5.* is not a decoder-only"),
+    "recurrent": (lambda: model_of("MambaForCausalLM", **SMALL_MAMBA), "Mamba.* recurrent, hybrid .*use a model whose"),
+    "hybrid": (lambda: model_of("Qwen3NextForCausalLM", **SMALL_NEXT), "Qwen3Next.* recurrent, hybrid .*linear_atten"),
+    "flash attention 2": (lambda: with_attention("flash_attention_2"), "'flash_attention_2'" + SET_SDPA),
+    "flash attention 3": (lambda: with_attention("flash_attention_3"), "'flash_attention_3'" + SET_SDPA),
+    "flex attention": (lambda: with_attention("flex_attention"), "'flex_attention'" + SET_SDPA),
+    "no positions": (without_positions, "takes input_ids, cache, and must take position_ids"),
+    "no cache": (without_cache, "takes input_ids, position_ids, and must take .* past_key_values"),
+    "mask by slot": (lambda: model_of("GPTNeoForCausalLM", **SMALL_NEO), "mask of its own by slot" + SET_SDPA),
+    "alibi": (lambda: model_of("FalconForCausalLM", **SMALL_BERT, alibi=True), "Falcon.* positions of its own .ALiBi"),
+    "roberta": (lambda: model_of("RobertaForCausalLM", **SMALL_BERT, is_decoder=True), "Roberta.* from the padding"),
+    "quantized cache": (with_quantized_cache, "cache_implementation is 'quantized'.* set it to None"),
+    "learned positions": (
+        lambda: build("gpt2"),
+        "max_length is 257, but GPT2LMHeadModel has 256 positions: use a shor",
+    ),
+    "rotary positions": (
+        lambda: build("llama"),
+        "max_length is 257, but LlamaForCausalLM has 256 positions: use a shor",
+    ),
+}
+
+
+@pytest.mark.parametrize("make, message", REFUSED.values(), ids=REFUSED)
+def test_refusals_say_what_came_and_what_to_do(make, message):
+    with pytest.raises(ValueError, match=message):
+        RollbackModel(make(), 1, 257)
+
+
+def test_the_limit_itself_is_accepted():
+    for family in ("gpt2", "llama"):
+        check_rollback(build(family), 256)
+
+
+def test_max_positions_stops_where_longrope_changes_its_frequencies():
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    model = model_of("Phi3ForCausalLM", **COMMON, original_max_position_embeddings=40, rope_parameters=rope)
+    assert max_positions(model) == 40
+
+
+@pytest.mark.parametrize(
+    "ids, positions, length, message",
+    [
+        ((3, 2), (3, 2), 2, r"must both be \[2, T\]"),
+        ((2, 2), (2, 3), 2, r"input_ids \(2, 2\) and positions \(2, 3\)"),
+        ((2, 2), (2, 2), 21, "length is 21, not in 0 .. 20"),
+        ((2, 2), (2, 2), -1, "length is -1, not in 0 .. 20"),
+    ],
+    ids=["rows", "columns", "too long", "negative"],
+)
+def test_wrong_calls_are_refused(ids, positions, length, message):
+    rollback = RollbackModel(bigram(), 2, 20)
+    with pytest.raises(ValueError, match=message):
+        rollback(torch.zeros(ids, dtype=torch.int64), torch.zeros(positions, dtype=torch.int64), length=length)
