@@ -19,6 +19,7 @@ setup(
     packages=find_packages(include=["cactus_kernels", "cactus_kernels.*"]),
     package_data={"cactus_kernels": ["py.typed", "assets/*", "assets/*/*"]},
     install_requires=[
+        "numpy>=1.26",
         "torch>=2.6",
         'triton>=3.2; platform_system == "Linux"',
         "transformers>=5.0",

@@ -5,6 +5,7 @@ request's 64-bit seed, the counter is (index, purpose, low and high word of offs
 or split can change a sample.
 """
 
+import numpy as np
 import torch
 
 # Counter word 1. Draws for different purposes never share a word.
@@ -12,9 +13,11 @@ ACCEPT, PICK_CHUNK, PICK_TOKEN, DRAFT_CHUNK, DRAFT_TOKEN, SEED = range(6)
 
 MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_KEY_STEPS = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
+_MASK, _32 = np.uint64(MASK), np.uint64(32)
+_LARGEST = np.float32(1 - 2**-24)
 
-# log(1 + f) = f * (1 + LOG[0] f + LOG[1] f^2 + ...) within 2e-7 relative for sqrt(1/2) <= 1 + f <= sqrt(2), every
+# log(1 + f) = f * (1 + LOG[0] f + LOG[1] f^2 + ...) within 2.5e-7 relative for sqrt(1/2) <= 1 + f <= sqrt(2), every
 # operation rounded to fp32. A Chebyshev fit of degree 9 with the constant set to 1.
 LOG = (
     -0.49999985098838806,
@@ -39,31 +42,29 @@ def philox(seed, c0, c1, c2, c3):
         c0, c1, c2, c3: int64 tensors or ints in [0, 2^32), broadcast against `seed`.
 
     Returns:
-        (r0, r1): int64 tensors in [0, 2^32), of the broadcast shape.
+        (r0, r1): int64 tensors in [0, 2^32), of the broadcast shape, on the seed's device.
     """
-    device = seed.device
-    c0, c1, c2, c3 = (torch.as_tensor(c, dtype=torch.int64, device=device) for c in (c0, c1, c2, c3))
-    shape = torch.broadcast_shapes(seed.shape, c0.shape, c1.shape, c2.shape, c3.shape)
-    # Both halves of a round in one tensor, since the cost on a CPU is the number of operations. `x` holds the two
-    # words that get multiplied, `y` the other two, crosswise.
-    x = torch.empty((2, *shape), dtype=torch.int64, device=device)
-    y = torch.empty_like(x)
+    # numpy, since it does a small operation in a third of torch's time and its uint64 has the whole product.
+    key = _numpy(seed).view(np.uint64)
+    c0, c1, c2, c3 = (_numpy(c) for c in (c0, c1, c2, c3))
+    shape = np.broadcast(key, c0, c1, c2, c3).shape
+    # Both halves of a round in one array: x holds the two words that get multiplied, y the other two, crosswise.
+    x, y = np.empty((2, *shape), dtype=np.uint64), np.empty((2, *shape), dtype=np.uint64)
     x[0], x[1], y[0], y[1] = c0, c2, c3, c1
-    lead = (2,) + (1,) * len(shape)
-    multipliers = torch.tensor(_MULTIPLIERS, dtype=torch.int64, device=device).view(lead)
-    # The key that meets row 0 of a product is k1, the one that meets row 1 is k0.
-    key = torch.stack([(seed >> 32) & MASK, seed & MASK])
-    key = key.view((2,) + (1,) * (len(shape) - seed.dim()) + tuple(seed.shape))
-    step = torch.tensor(_KEY_STEPS[::-1], dtype=torch.int64, device=device).view((2,) + (1,) * (key.dim() - 1))
-    for _ in range(10):
-        # int64 wraps, so bits 32..63 of the product are exact.
+    multipliers = np.array(_MULTIPLIERS, dtype=np.uint64).reshape((2,) + (1,) * len(shape))
+    rounds = np.arange(10, dtype=np.uint64).reshape((10,) + (1,) * key.ndim)
+    high, low = (key >> _32) + rounds * _KEY_STEPS[1], key + rounds * _KEY_STEPS[0]
+    keys = np.stack([high, low], axis=1) & _MASK
+    keys = keys.reshape((10, 2) + (1,) * (len(shape) - key.ndim) + key.shape)
+    for round_key in keys:
         product = x * multipliers
-        x = ((product >> 32) & MASK).bitwise_xor_(y).bitwise_xor_(key)
-        y = product.bitwise_and_(MASK)
-        # After one round the pair stands in the other order: turn it, so that row 0 is word 0 again.
-        x = x.flip(0)
-        key = (key + step) & MASK
-    return x[0], y[1]
+        x = product >> _32
+        x ^= y
+        x ^= round_key
+        product &= _MASK
+        # The two products change places: word 0 comes from the multiplied word 2.
+        x, y = x[::-1], product
+    return _tensor(x[0].view(np.int64), seed), _tensor(y[1].view(np.int64), seed)
 
 
 def counter_row(offset, row):
@@ -80,9 +81,10 @@ def request_seeds(seed, batch_size, device):
 
 
 def uniform(r0, r1):
-    """fp32 uniform in [0, 1), fine near zero: steps of 2^-47, largest value 1 - 2^-24."""
-    v = (r0 >> 8).float() * 2**-24 + (r1 >> 9).float() * 2**-47
-    return v.clamp_(max=1 - 2**-24)
+    """fp32 uniform in [0, 1), fine near zero: steps of 2^-47, largest value 1 - 2^-24. Words as `philox` returns them."""
+    high, low = _numpy(r0) >> 8, _numpy(r1) >> 9
+    v = high.astype(np.float32) * np.float32(2**-24) + low.astype(np.float32) * np.float32(2**-47)
+    return _tensor(np.minimum(v, _LARGEST), r0)
 
 
 def exponential(r0, r1):
@@ -90,15 +92,28 @@ def exponential(r0, r1):
 
     Only additions and multiplications in a fixed order, so that every backend gives the same bits.
     """
-    v = (r0 >> 8).float() * 2**-24 + (2 * (r1 >> 9) + 1).float() * 2**-48
-    v = v.clamp_(max=1 - 2**-24)
-    bits = (1 - v).view(torch.int32) - SQRT_HALF_BITS
-    small = v < BELOW_SQRT_HALF
-    e = torch.where(small, 0, bits >> 23).float()
-    mantissa = ((bits & 0x7FFFFF) + SQRT_HALF_BITS).view(torch.float32)
-    f = torch.where(small, -v, mantissa - 1)
-    poly = f * LOG[-1]
+    high, low = _numpy(r0) >> 8, 2 * (_numpy(r1) >> 9) + 1
+    v = high.astype(np.float32) * np.float32(2**-24) + low.astype(np.float32) * np.float32(2**-48)
+    v = np.minimum(v, _LARGEST)
+    bits = (np.float32(1) - v).view(np.int32) - np.int32(SQRT_HALF_BITS)
+    small = v < np.float32(BELOW_SQRT_HALF)
+    e = np.where(small, np.int32(0), bits >> 23).astype(np.float32)
+    mantissa = ((bits & np.int32(0x7FFFFF)) + np.int32(SQRT_HALF_BITS)).view(np.float32)
+    f = np.where(small, -v, mantissa - np.float32(1))
+    poly = f * np.float32(LOG[-1])
     for coefficient in LOG[-2::-1]:
-        poly = (poly + coefficient) * f
-    log1p = f + f * poly
-    return -(log1p + e * LN2)
+        poly += np.float32(coefficient)
+        poly *= f
+    poly *= f
+    poly += f
+    e *= np.float32(LN2)
+    poly += e
+    return _tensor(np.negative(poly), r0)
+
+
+def _numpy(x):
+    return x.cpu().numpy() if isinstance(x, torch.Tensor) else np.asarray(x, dtype=np.int64)
+
+
+def _tensor(array, like):
+    return torch.from_numpy(np.ascontiguousarray(array)).to(like.device)

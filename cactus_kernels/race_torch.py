@@ -29,15 +29,17 @@ def chunk_sums(weights):
     return fixed.view(rows, chunks, CHUNK).sum(-1)
 
 
-def pick(weights, seed, row, purpose):
-    """The winner of one race for each row: its index, int64 [R].
+def noise(seed, row, purposes, sizes):
+    """Exponentials of several races a row, fp32 [R, size] for each purpose: index i has counter (i, purpose, *row).
 
-    Args:
-        weights: [R, K] >= 0, fp32 or int64 sums. Where all are 0 nothing wins, and index 0 comes back.
-        seed: int64 [R].
-        row: counter words 2 and 3, each int64 [R]: index i runs against the exponential of counter (i, purpose, *row).
-        purpose: counter word 1.
+    seed: int64 [R]. row: counter words 2 and 3, each int64 [R]. purposes: counter words 1.
     """
-    index = torch.arange(weights.shape[1], device=weights.device)
+    index = torch.cat([torch.arange(size) for size in sizes])
+    purpose = torch.cat([torch.full((size,), p) for p, size in zip(purposes, sizes, strict=True)])
     words = philox.philox(seed[:, None], index, purpose, row[0][:, None], row[1][:, None])
-    return (weights.float() / philox.exponential(*words)).argmax(1)
+    return philox.exponential(*words).split(sizes, dim=1)
+
+
+def pick(weights, exponentials):
+    """The winner of one race a row, int64 [R]: weights [R, K] >= 0, fp32 or int64 sums. All 0: index 0, and no winner."""
+    return (weights.float() / exponentials).argmax(1)

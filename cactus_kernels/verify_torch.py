@@ -23,6 +23,9 @@ class Rows:
 
     def whole(self, request, position):
         """fp32 [R, V]; request and position int64 [R]."""
+        if len(request) == 1:  # a view
+            index = [int(i) for i in self._index(request, position)]
+            return self.probs[tuple(index)][None].float()
         return self.probs[self._index(request, position)].float()
 
     def at(self, request, position, token):
@@ -42,79 +45,84 @@ def verify(inputs, out):
     """Write the tokens of `inputs` (checked by `verify.verify`) to `out` (a `VerifyOutput`)."""
     B, V, device = inputs.batch_size, inputs.vocab_size, inputs.target.device
     seed, offset = _per_request(inputs)
-    m = inputs.max_draft_tokens if inputs.draft_token_ids.numel() else 0
-    request, j = torch.arange(B, device=device), torch.arange(m, device=device)
+    request = torch.arange(B, device=device)
     num_drafted, first, bad_request = _spans(inputs)
     target = Rows(inputs.target, None if first is None else first + request)
     draft = None if inputs.draft is None else Rows(inputs.draft, first)
+    strengths = [s[:, None] if isinstance(s, torch.Tensor) else s for s in inputs.rule.strengths]
 
     # 1. Gather q_n and p_n of the drafted tokens: [B, m + 1], the last column being the end of every draft.
+    m = inputs.max_draft_tokens if inputs.draft_token_ids.numel() else 0
+    j = torch.arange(m, device=device)
     ids = n = _drafted_tokens(inputs, first, num_drafted, m)
-    q_n = target.at(request[:, None], j, n[:, :m])
-    if draft is None or not m:
-        p_n = torch.ones_like(q_n)
-    else:
-        p_n = draft.at(request[:, None], j, n[:, :m])
     bad = (n < -1) | (n >= max(V, inputs.draft_vocab_size)) | bad_request[:, None]
-    bad[:, :m] |= bad_prob(q_n) | bad_prob(p_n)
-    q_n, p_n = (torch.nn.functional.pad(x.clamp(max=1), (0, 1)) for x in (q_n, p_n))
+    q_n = p_n = torch.zeros(n.shape, device=device)
+    stop = torch.zeros(B, dtype=torch.int64, device=device)
+    if m:
+        q_n = target.at(request[:, None], j, n[:, :m])
+        p_n = torch.ones_like(q_n) if draft is None else draft.at(request[:, None], j, n[:, :m])
+        bad[:, :m] |= bad_prob(q_n) | bad_prob(p_n)
+        q_n, p_n = (torch.nn.functional.pad(x.clamp(max=1), (0, 1)) for x in (q_n, p_n))
 
-    # 2. Accept until the first token that is rejected, bad or not there.
-    strengths = [s[:, None] if isinstance(s, torch.Tensor) else s for s in inputs.rule.strengths]
-    h_n = inputs.rule.h(q_n, q_n, p_n, True, None, *strengths)
-    row = philox.counter_row(offset[:, None], torch.arange(m + 1, device=device))
-    u = philox.uniform(*philox.philox(seed[:, None], 0, philox.ACCEPT, *row))
-    accepted = (u * p_n < h_n) & (n >= 0) & ~bad
-    stop = (~accepted).int().argmax(1)
+        # 2. Accept until the first token that is rejected, bad or not there.
+        h_n = inputs.rule.h(q_n, q_n, p_n, True, None, *strengths)
+        row = philox.counter_row(offset[:, None], torch.arange(m + 1, device=device))
+        u = philox.uniform(*philox.philox(seed[:, None], 0, philox.ACCEPT, *row))
+        accepted = (u * p_n < h_n) & (n >= 0) & ~bad
+        stop = (~accepted).int().argmax(1)
     valid = ~bad[request, stop]
-    n, q_n, p_n, row = n[request, stop], q_n[request, stop], p_n[request, stop], [w[request, stop] for w in row]
+    n, q_n, p_n = n[request, stop], q_n[request, stop], p_n[request, stop]
     rejected = n >= 0
 
     # 3. Sum the weights of the one row pair that a token is drawn from, chunk by chunk.
     def weights(kind, r, tokens=None):
-        """Weights of requests r: of whole rows [R, V], or of `tokens` [R, K]; and which requests have bad ones."""
+        """Weights of requests r, and which have bad entries: of whole rows [R, V], or of `tokens` [R, K] with 0 at n."""
         q = target.whole(r, stop[r]) if tokens is None else target.at(r[:, None], stop[r][:, None], tokens)
-        bad = bad_prob(torch.stack(torch.aminmax(q, dim=1))).any(0)
+        bad = bad_row(q)
         if kind == TARGET:
             return q, bad
         of_r = [s[r] if isinstance(s, torch.Tensor) else s for s in strengths]
         w = inputs.rule.h(q, q_n[r, None], p_n[r, None], False, None, *of_r)
         if kind == RESIDUAL and draft is not None:
             p = draft.whole(r, stop[r])[:, :V] if tokens is None else draft.at(r[:, None], stop[r][:, None], tokens)
-            bad |= bad_prob(torch.stack(torch.aminmax(p, dim=1))).any(0)
+            bad |= bad_row(p)
             w = (w - torch.nn.functional.pad(p, (0, w.shape[1] - p.shape[1]))).clamp_(min=0)
-        if tokens is None:
-            k = (n[r] < V).nonzero().squeeze(1)
-            w[k, n[r][k]] = 0
-        else:
-            w = w.masked_fill(tokens == n[r, None], 0.0)
-        return w, bad
+        return w if tokens is None else torch.where(tokens == n[r, None], 0.0, w), bad
 
     sums = torch.zeros((B, race_torch.num_chunks(V)), dtype=torch.int64, device=device)
 
-    def scan(kind, which):
-        for r in which.nonzero().squeeze(1).split(max(1, GROUP // V)):
+    def scan(kind, requests):
+        for r in requests.split(max(1, GROUP // V)):
             w, bad = weights(kind, r)
             sums[r] = race_torch.chunk_sums(w)
+            if kind != TARGET:
+                # Integers: taking the drafted token's weight off is the same as never adding it.
+                k = (n[r] < V).nonzero().squeeze(1)
+                sums[r[k], n[r[k]] // race_torch.CHUNK] -= (w[k, n[r[k]]] * race_torch.ONE).long()
             valid[r] &= ~bad
 
-    scan(TARGET, valid & ~rejected)
-    scan(RESIDUAL, valid & rejected)
-    no_residual = valid & rejected & (sums == 0).all(1)
-    scan(REST, no_residual)
-    valid &= (sums != 0).any(1)
+    kinds = {TARGET: (valid & ~rejected).nonzero().squeeze(1), RESIDUAL: (valid & rejected).nonzero().squeeze(1)}
+    for kind, requests in kinds.items():
+        scan(kind, requests)
+    some = (sums != 0).any(1)
+    if not some.all():
+        no_residual = valid & rejected & ~some
+        kinds = {TARGET: kinds[TARGET], RESIDUAL: (valid & rejected & some).nonzero().squeeze(1)}
+        kinds[REST] = no_residual.nonzero().squeeze(1)
+        scan(REST, kinds[REST])
+        valid &= (sums != 0).any(1)
 
     # 4. The race between chunks, then between the tokens of the winning chunk.
-    chunk = race_torch.pick(sums, seed, row, inputs.purposes[0])
-    tokens = chunk[:, None] * race_torch.CHUNK + torch.arange(min(race_torch.CHUNK, V), device=device)
+    width = min(race_torch.CHUNK, V)
+    row = philox.counter_row(offset, stop)
+    chunk_noise, token_noise = race_torch.noise(seed, row, inputs.purposes, (sums.shape[1], width))
+    chunk = race_torch.pick(sums, chunk_noise)
+    tokens = chunk[:, None] * race_torch.CHUNK + torch.arange(width, device=device)
     chunk_weights = torch.zeros(tokens.shape, device=device)
-    for kind, which in (
-        (TARGET, valid & ~rejected), (RESIDUAL, valid & rejected & ~no_residual), (REST, valid & no_residual)
-    ):  # fmt: skip
-        r = which.nonzero().squeeze(1)
+    for kind, r in kinds.items():
         if len(r):
             chunk_weights[r] = weights(kind, r, tokens[r])[0]
-    token = tokens.gather(1, race_torch.pick(chunk_weights, seed, row, inputs.purposes[1])[:, None])
+    token = tokens.gather(1, race_torch.pick(chunk_weights, token_noise)[:, None])
 
     # 5. The accepted tokens, the drawn one, then -1.
     k = torch.arange(out.token_ids.shape[1], device=device)
@@ -128,6 +136,11 @@ def verify(inputs, out):
 def bad_prob(x):
     """True where a probability is NaN, infinite, negative or above 1.01."""
     return ~((x >= 0) & (x <= MAX_PROB))
+
+
+def bad_row(x):
+    """Which rows of x [R, K] hold a bad probability: bool [R]."""
+    return ~((x.amin(1) >= 0) & (x.amax(1) <= MAX_PROB))
 
 
 def _per_request(inputs):
