@@ -18,7 +18,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from cactus_kernels import speculative_generate
 
-V, M, NEW_TOKENS = 128_256, 5, 24
+V, M, NEW_TOKENS = 128_256, 5, 96
 
 
 def pair():
@@ -99,7 +99,7 @@ def test_generate(benchmark, models, way):
     benchmark.pedantic(outside_forwards, args=(way, *models, 0), rounds=5, warmup_rounds=1)
 
 
-def main(rounds=9):
+def main(rounds=5):
     target, draft = pair()
     timers = [ForwardTimer(target), ForwardTimer(draft)]
     seconds = {way: [] for way in WAYS}

@@ -7,6 +7,7 @@ E and E' are fresh standard exponentials; ties go to the lowest id; a weight of 
 so every backend, block size and split gets the same winner, bit for bit.
 """
 
+import numpy as np
 import torch
 
 from . import philox
@@ -29,17 +30,20 @@ def chunk_sums(weights):
     return fixed.view(rows, chunks, CHUNK).sum(-1)
 
 
-def noise(seed, row, purposes, sizes):
-    """Exponentials of several races a row, fp32 [R, size] for each purpose: index i has counter (i, purpose, *row).
+def race(sums, token_weights, vocab_size, seed, row, purposes):
+    """A token for each row by both races, int64 [R]; where all sums are 0 nothing wins, and an arbitrary id comes back.
 
-    seed: int64 [R]. row: counter words 2 and 3, each int64 [R]. purposes: counter words 1.
+    Args:
+        sums: int64 [R, C], the chunk sums.
+        token_weights: function of token ids, int64 [R, K], that gives their weights, fp32, 0 for ids beyond V.
+        seed: int64 [R]. row: counter words 2 and 3, each int64 [R].
+        purposes: counter words 1 of the chunks' and of the tokens' race; index i has counter (i, purpose, *row).
     """
-    index = torch.cat([torch.arange(size) for size in sizes])
-    purpose = torch.cat([torch.full((size,), p) for p, size in zip(purposes, sizes, strict=True)])
-    words = philox.philox(seed[:, None], index, purpose, row[0][:, None], row[1][:, None])
-    return philox.exponential(*words).split(sizes, dim=1)
-
-
-def pick(weights, exponentials):
-    """The winner of one race a row, int64 [R]: weights [R, K] >= 0, fp32 or int64 sums. All 0: index 0, and no winner."""
-    return (weights.float() / exponentials).argmax(1)
+    sizes = (sums.shape[1], min(CHUNK, vocab_size))
+    index = np.concatenate([np.arange(size) for size in sizes])
+    words = philox.philox(seed[:, None], index, np.repeat(purposes, sizes), row[0][:, None], row[1][:, None])
+    chunk_noise, token_noise = philox.exponential(*words).split(sizes, dim=1)
+    chunk = (sums.float() / chunk_noise).argmax(1, keepdim=True)
+    tokens = chunk * CHUNK + torch.arange(sizes[1], device=sums.device)
+    winner = (token_weights(tokens) / token_noise).argmax(1, keepdim=True)
+    return tokens.gather(1, winner).squeeze(1)

@@ -43,6 +43,8 @@ class Rows:
 
 def verify(inputs, out):
     """Write the tokens of `inputs` (checked by `verify.verify`) to `out` (a `VerifyOutput`)."""
+    if inputs.cu_draft_tokens is None and not inputs.max_draft_tokens:
+        return draw(inputs, out)
     B, V, device = inputs.batch_size, inputs.vocab_size, inputs.target.device
     seed, offset = _per_request(inputs)
     request = torch.arange(B, device=device)
@@ -76,23 +78,23 @@ def verify(inputs, out):
 
     # 3. Sum the weights of the one row pair that a token is drawn from, chunk by chunk.
     def weights(kind, r, tokens=None):
-        """Weights of requests r, and which have bad entries: of whole rows [R, V], or of `tokens` [R, K] with 0 at n."""
+        """Weights of requests r: of whole rows [R, V], and which have bad entries; or of `tokens` [R, K], with 0 at n."""
         q = target.whole(r, stop[r]) if tokens is None else target.at(r[:, None], stop[r][:, None], tokens)
-        bad = bad_row(q)
+        bad = bad_row(q) if tokens is None else None
         if kind == TARGET:
             return q, bad
         of_r = [s[r] if isinstance(s, torch.Tensor) else s for s in strengths]
         w = inputs.rule.h(q, q_n[r, None], p_n[r, None], False, None, *of_r)
         if kind == RESIDUAL and draft is not None:
             p = draft.whole(r, stop[r])[:, :V] if tokens is None else draft.at(r[:, None], stop[r][:, None], tokens)
-            bad |= bad_row(p)
+            bad = bad | bad_row(p) if tokens is None else None
             w = (w - torch.nn.functional.pad(p, (0, w.shape[1] - p.shape[1]))).clamp_(min=0)
         return w if tokens is None else torch.where(tokens == n[r, None], 0.0, w), bad
 
     sums = torch.zeros((B, race_torch.num_chunks(V)), dtype=torch.int64, device=device)
 
     def scan(kind, requests):
-        for r in requests.split(max(1, GROUP // V)):
+        for r in requests.split(max(1, GROUP // V)) if len(requests) else ():
             w, bad = weights(kind, r)
             sums[r] = race_torch.chunk_sums(w)
             if kind != TARGET:
@@ -113,23 +115,39 @@ def verify(inputs, out):
         valid &= (sums != 0).any(1)
 
     # 4. The race between chunks, then between the tokens of the winning chunk.
-    width = min(race_torch.CHUNK, V)
-    row = philox.counter_row(offset, stop)
-    chunk_noise, token_noise = race_torch.noise(seed, row, inputs.purposes, (sums.shape[1], width))
-    chunk = race_torch.pick(sums, chunk_noise)
-    tokens = chunk[:, None] * race_torch.CHUNK + torch.arange(width, device=device)
-    chunk_weights = torch.zeros(tokens.shape, device=device)
-    for kind, r in kinds.items():
-        if len(r):
-            chunk_weights[r] = weights(kind, r, tokens[r])[0]
-    token = tokens.gather(1, race_torch.pick(chunk_weights, token_noise)[:, None])
+    def token_weights(tokens):
+        w = torch.zeros(tokens.shape, device=device)
+        for kind, r in kinds.items():
+            if len(r):
+                w[r] = weights(kind, r, tokens[r])[0]
+        return w
+
+    token = race_torch.race(sums, token_weights, V, seed, philox.counter_row(offset, stop), inputs.purposes)
 
     # 5. The accepted tokens, the drawn one, then -1.
     k = torch.arange(out.token_ids.shape[1], device=device)
     ids = torch.nn.functional.pad(ids, (0, len(k) - m - 1), value=-1).masked_fill(k >= stop[:, None], -1)
-    ids = torch.where((k == stop[:, None]) & valid[:, None], token, ids)
+    ids = torch.where((k == stop[:, None]) & valid[:, None], token[:, None], ids)
     out.token_ids.copy_(ids)
     out.num_accepted.copy_(stop)
+    out.valid.copy_(valid)
+
+
+def draw(inputs, out):
+    """`verify` where no request has drafts, padded: one token from each row, with few operations."""
+    rows, V = inputs.target[:, 0].float(), inputs.vocab_size
+    seed, offset = _per_request(inputs)
+    groups = rows.split(max(1, GROUP // V))
+    sums = torch.cat([race_torch.chunk_sums(w) for w in groups])
+    _, _, bad = _spans(inputs)
+    valid = ~(bad | torch.cat([bad_row(w) for w in groups])) & (sums != 0).any(1)
+
+    def token_weights(tokens):
+        return rows.gather(1, tokens.clamp(max=V - 1)).masked_fill(tokens >= V, 0.0)
+
+    token = race_torch.race(sums, token_weights, V, seed, philox.counter_row(offset, 0), inputs.purposes)
+    out.token_ids.copy_(torch.where(valid, token, -1)[:, None])
+    out.num_accepted.zero_()
     out.valid.copy_(valid)
 
 
