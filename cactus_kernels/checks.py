@@ -70,11 +70,12 @@ def check_request(
 
     def setting(name):
         """What `generate` will go by: its keyword, else the config passed, else the model's own."""
-        for source in (kwargs.get(name), getattr(generation_config, name, None)):
-            if source is not None:
-                return source
-        return getattr(model.generation_config, name, None)
+        if name in kwargs:
+            return kwargs[name]
+        value = getattr(generation_config, name, None)
+        return getattr(model.generation_config, name, None) if value is None else value
 
+    _check_pair(model, assistant_model, tokenizer, assistant_tokenizer)
     input_ids = _check_input_ids(model, input_ids)
     for name, (refused, advice) in REFUSED.items():
         value = setting(name)
@@ -86,25 +87,29 @@ def check_request(
     if kwargs.pop("synced_gpus", None):
         raise ValueError("synced_gpus=True is not offered: the loop runs on one process")
 
-    _check_pair(model, assistant_model, tokenizer, assistant_tokenizer)
     rows = len(input_ids) * (setting("num_return_sequences") or 1)
-    pad_token_id = setting("pad_token_id")
-    mask = _check_mask(input_ids, kwargs.get("attention_mask"), pad_token_id)
-    kwargs["attention_mask"] = mask
+    pad_token_id, eos_token_id = setting("pad_token_id"), setting("eos_token_id")
+    kwargs["attention_mask"] = _check_mask(input_ids, kwargs.get("attention_mask"), pad_token_id, eos_token_id)
     criteria = StoppingCriteriaList(stopping_criteria or [])
-    stop_strings = kwargs.pop("stop_strings", None) or setting("stop_strings")
+    stop_strings = setting("stop_strings")
     if stop_strings:
         if tokenizer is None:
             raise ValueError("stop_strings need the tokenizer: pass tokenizer=")
         criteria.append(StopStringCriteria(tokenizer, stop_strings))
-    if rows > 1 and pad_token_id is None and setting("eos_token_id") is None and len(criteria):
+        kwargs["stop_strings"] = None  # `generate` has no way to give the tokenizer to a custom loop
+    ends_early = len(criteria) or setting("max_time")
+    if rows > 1 and pad_token_id is None and eos_token_id is None and ends_early:
         raise ValueError("rows that end at different lengths need padding: pass pad_token_id")
     if streamer is not None and rows > 1:
         raise ValueError(f"a streamer takes one row, got {rows}: generate them one by one, or leave it out")
     for strength in rule.strengths:
-        if isinstance(strength, torch.Tensor) and len(strength) != rows:
+        if not isinstance(strength, torch.Tensor):
+            continue
+        if len(strength) != rows:
             raise ValueError(f"{rule.name} has {len(strength)} strengths for {rows} rows: give one a row, or a number")
-        if isinstance(strength, torch.Tensor) and not (strength.isfinite() & (strength >= 0)).all():
+        if strength.device != model.device:
+            raise ValueError(f"the strengths are on {strength.device} and the model on {model.device}: move them")
+        if not (strength.isfinite() & (strength >= 0)).all():
             raise ValueError(f"strengths must be finite and at least 0, got {strength.tolist()}")
     return Request(input_ids, rule, num_assistant_tokens, _check_seed(seed, rows), criteria, kwargs)
 
@@ -162,13 +167,19 @@ def _check_pair(model, assistant_model, tokenizer, assistant_tokenizer):
         )
 
 
-def _check_mask(input_ids, mask, pad_token_id):
+def _check_mask(input_ids, mask, pad_token_id, eos_token_id):
     if mask is None:
-        if len(input_ids) > 1 and pad_token_id is not None:
-            first, last = input_ids[:, 0] == pad_token_id, input_ids[:, -1] == pad_token_id
+        if pad_token_id is None:
+            return None
+        pads = input_ids == pad_token_id
+        first, last = pads[:, 0].any(), pads[:, -1].any()
+        if len(input_ids) > 1 and (last or (first and not pads[:, 0].all())):
             # A batch whose rows all begin with one token may mean it: some models have one id for padding and beginning.
-            if last.any() or (first.any() and not first.all()):
-                raise ValueError(f"rows begin or end with the padding id {pad_token_id}: pass attention_mask")
+            raise ValueError(f"rows begin or end with the padding id {pad_token_id}: pass attention_mask")
+        # Where the padding id is no EOS, `generate` takes it for padding wherever it stands.
+        text = pad_token_id in (eos_token_id if isinstance(eos_token_id, (list, tuple)) else (eos_token_id,))
+        if not text and (last or (~pads[:, :-1] & pads[:, 1:]).any()):
+            raise ValueError(f"the padding id {pad_token_id} stands inside or at the end of a row: pass attention_mask")
         return None
     if not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape:
         shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__

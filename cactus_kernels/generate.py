@@ -2,16 +2,15 @@
 
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
 import torch
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from .cache import RollbackModel
 from .checks import check_request
-from .processors import Processors, Stopping
-from .rows import draw
+from .processors import Processors, Stopping, pad_id
+from .rows import DraftDraws
 from .stats import Stats
 from .verify import VerifyOutput, choose_backend, verify
 
@@ -74,15 +73,20 @@ def speculative_generate(
         tokenizer, assistant_tokenizer, kwargs,
     )  # fmt: skip
     choose_backend(backend, model.device)
-    decode = partial(
-        _decode,
-        request=request,
-        assistant_model=assistant_model,
-        backend=backend,
-        user_processors=logits_processor,
-        prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
-        streamer=streamer,
-    )
+
+    # Names of no parameters, so that `generate` takes no keyword of the caller's for one of the loop's own.
+    def decode(*args, **prepared):
+        return _decode(
+            *args,
+            **prepared,
+            request=request,
+            assistant_model=assistant_model,
+            backend=backend,
+            user_processors=logits_processor,
+            prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
+            streamer=streamer,
+        )
+
     return model.generate(
         request.input_ids,
         generation_config=generation_config,
@@ -107,17 +111,16 @@ def _decode(
     user_processors,
     prefix_allowed_tokens_fn,
     streamer,
+    attention_mask=None,
     **model_kwargs,
 ):
     """The decoding loop, called by `generate` with everything prepared (`num_return_sequences` rows expanded too)."""
     new_tokens = generation_config.max_length - input_ids.shape[1]
-    # Not a parameter: `generate` would take it for the loop's own keyword and leave it unprepared.
-    attention_mask = model_kwargs.get("attention_mask")
     batch = _Batch(input_ids, attention_mask, new_tokens, request.num_assistant_tokens)
     processors = Processors(
         model, logits_processor, generation_config, user_processors, prefix_allowed_tokens_fn, batch.prompts, new_tokens
     )
-    stopping = Stopping(stopping_criteria, generation_config.eos_token_id)
+    stopping = Stopping(stopping_criteria, generation_config, request.stopping_criteria)
     decoder = _Decoder(
         model, assistant_model, batch, processors, request.rule, request.seeds(batch.size), backend,
         greedy=not generation_config.do_sample,
@@ -145,7 +148,7 @@ def _decode(
     stats.draft_seconds, stats.target_seconds, stats.verify_seconds = (
         clock.seconds(k) for k in ("draft", "target", "verify")
     )
-    sequences = batch.sequences(input_ids, generation_config.pad_token_id)
+    sequences = batch.sequences(input_ids, pad_id(generation_config))
     if generation_config.return_dict_in_generate:
         return SpeculativeOutput(sequences=sequences, stats=stats)
     return sequences
@@ -200,23 +203,25 @@ class _Batch:
 
     def commit(self, verified, stopping, stats):
         """Append what verification emitted, each row its own number of tokens; returns it, a list for each row."""
-        token_ids, valid = verified.token_ids, verified.valid | ~self.is_active
-        VerifyOutput(token_ids, verified.num_accepted, valid).raise_if_invalid()
+        token_ids = verified.token_ids
         count = (token_ids >= 0).sum(1)
         last = (self.lengths + count - 1).clamp(min=0)[:, None]
         self.text.scatter_(1, last, token_ids.gather(1, (count - 1).clamp(min=0)[:, None]))
-        emitted = []
+        valid, num_accepted = verified.valid.tolist(), verified.num_accepted.tolist()
+        emitted = [[] for _ in range(self.size)]
         for b, row in enumerate(token_ids.tolist()):
             if not self.remaining[b]:
-                emitted.append([])
+                valid[b] = True
                 continue
             tokens = [t for t in row if t >= 0]
             kept, ended = stopping.cut(self.text[b, : self.length[b] + len(tokens)], tokens)
-            stats.count(b, self.drafts[b], min(kept, len(tokens) - 1), kept)
+            valid[b] |= ended  # what is bad comes after the end
+            stats.count(b, self.drafts[b], min(kept, num_accepted[b]), kept)
             self.length[b] += kept
             self.remaining[b] = 0 if ended else self.remaining[b] - kept
-            self.emitted[b] += tokens[:kept]
-            emitted.append(tokens[:kept])
+            emitted[b] = tokens[:kept]
+            self.emitted[b] += emitted[b]
+        VerifyOutput(token_ids, verified.num_accepted, torch.tensor(valid)).raise_if_invalid()
         self._plan()
         return emitted
 
@@ -248,23 +253,20 @@ class _Decoder:
         batch = self.batch
         m = max(batch.drafts)
         ids = torch.full((batch.size, m), -1, dtype=torch.int64, device=batch.device)
-        probs = None
+        probs, draws = None, DraftDraws(self.seed, self.offset, m, self.backend)
         for j in range(m):
             # The last two tokens, since the draft has not seen the last one that was accepted when all were. It writes
             # over what it had, so every row may do the same.
             before = (max(batch.length) if self.first_round else 2) if j == 0 else 0
             tokens, positions = batch.block(before, j) if j == 0 else (x[:, -1:] for x in batch.block(0, j))
-            scores = self._scores(self.assistant, tokens, positions, j, keep=1, offset=j)[:, 0]
+            scores = self._scores(self.assistant, tokens, positions, ahead=j, keep=1)[:, 0]
             if self.greedy:
-                token = scores.argmax(-1)
+                token = arg_max(scores)
             else:
                 if probs is None:
                     probs = scores.new_empty((batch.size, m, scores.shape[-1]))
                 torch.softmax(scores, -1, out=probs[:, j])
-                drawn = draw(probs[:, j], seed=self.seed, offset=self.offset + j, backend=self.backend)
-                wanted = batch.is_active & (batch.num_drafts > j)
-                VerifyOutput(drawn.token_ids, drawn.num_accepted, drawn.valid | ~wanted).raise_if_invalid()
-                token = drawn.token_ids[:, 0]
+                token = draws(probs[:, j], j).token_ids[:, 0]
             ids[:, j] = torch.where(batch.num_drafts > j, token, -1)
             batch.text.scatter_(1, (batch.lengths + j)[:, None], token.clamp(min=0)[:, None])
         return ids, probs
@@ -275,24 +277,32 @@ class _Decoder:
         m = max(batch.drafts)
         tokens, positions = batch.block(max(batch.length) if self.first_round else 1, m)
         self.first_round = False
-        scores = self._scores(self.target, tokens, positions, m, keep=m + 1, offset=0)
-        return scores.argmax(-1) if self.greedy else torch.softmax(scores, -1)
+        scores = self._scores(self.target, tokens, positions, ahead=0, keep=m + 1)
+        return arg_max(scores) if self.greedy else torch.softmax(scores, -1)
 
     def verify(self, target, draft_probs, draft_token_ids):
         """Accept, recover: a `VerifyOutput`. The random words of every drafted row are spent, also of rejected ones."""
+        num_drafts = self.batch.num_drafts
         if self.greedy:
-            return verify_greedy(target, draft_token_ids)
-        verified = verify(
-            target, draft_probs, draft_token_ids, self.rule, seed=self.seed, offset=self.offset, backend=self.backend
-        )
-        self.offset += self.batch.num_drafts + 1
-        return verified
+            verified = verify_greedy(target, draft_token_ids)
+        else:
+            verified = verify(
+                target, draft_probs, draft_token_ids, self.rule,
+                seed=self.seed, offset=self.offset, backend=self.backend,
+            )  # fmt: skip
+            self.offset += num_drafts + 1
+        # A draft that ended before its time did so on bad scores.
+        stop = verified.num_accepted.long()
+        following = torch.nn.functional.pad(draft_token_ids, (0, 1), value=-1).gather(1, stop[:, None])[:, 0]
+        return replace(verified, valid=verified.valid & ((following >= 0) | (stop >= num_drafts)))
 
-    def _scores(self, model, tokens, positions, drafts, keep, offset):
-        """Processed scores fp32 [B, keep, V] after a block that holds up to `drafts` drafts of each row."""
+    def _scores(self, model, tokens, positions, ahead, keep):
+        """Processed scores fp32 [B, keep, V] after a block of tokens; the first of them come after `ahead` drafts."""
         batch = self.batch
         length = max(
-            (n + min(d, drafts) for n, d, r in zip(batch.length, batch.drafts, batch.remaining, strict=True) if r)
+            n + min(d, ahead + keep - 1)
+            for n, d, r in zip(batch.length, batch.drafts, batch.remaining, strict=True)
+            if r
         )
         if model is self.assistant:
             # A padded vocabulary may be the draft's or the target's. What the draft cannot read costs acceptance alone;
@@ -302,20 +312,28 @@ class _Decoder:
         if model is self.assistant and self.draft_vocab_size != self.vocab_size:
             pad = self.vocab_size - logits.shape[-1]
             logits = torch.nn.functional.pad(logits, (0, pad), value=-torch.inf)
-        lengths = [n + offset if r else None for n, r in zip(batch.length, batch.remaining, strict=True)]
-        return self.processors(logits, batch.text, lengths)
+        lengths = [n if r else None for n, r in zip(batch.length, batch.remaining, strict=True)]
+        return self.processors(logits, batch.text, lengths, batch.drafts, ahead)
+
+
+def arg_max(scores):
+    """The lowest of the ids with the largest score, int64; -1 where a score is NaN. scores: [..., V]."""
+    largest, ids = scores.max(-1)
+    return ids.masked_fill(largest.isnan(), -1)
 
 
 def verify_greedy(target_token_ids, draft_token_ids) -> VerifyOutput:
     """Verification at temperature 0: a drafted token is accepted iff it is the target's arg max.
 
-    target_token_ids: int64 [B, m + 1]. draft_token_ids: int64 [B, m], -1 where a draft has ended.
+    target_token_ids: int64 [B, m + 1], -1 where a row is bad. draft_token_ids: int64 [B, m], -1 where a draft has ended.
     """
     m = draft_token_ids.shape[1]
-    num_accepted = (target_token_ids[:, :m] == draft_token_ids).long().cumprod(1).sum(1)
+    accepted = (target_token_ids[:, :m] == draft_token_ids) & (draft_token_ids >= 0)
+    num_accepted = accepted.long().cumprod(1).sum(1)
     j = torch.arange(m + 1, device=target_token_ids.device)
     token_ids = torch.where(j <= num_accepted[:, None], target_token_ids, -1)
-    return VerifyOutput(token_ids, num_accepted.int(), torch.ones_like(num_accepted, dtype=torch.bool))
+    valid = target_token_ids.gather(1, num_accepted[:, None])[:, 0] >= 0
+    return VerifyOutput(token_ids, num_accepted.int(), valid)
 
 
 class _Clock:

@@ -26,7 +26,8 @@ class Processors:
     """The processors of `generate`, applied to draft and target alike.
 
     Processors that read the text get a row's own text without padding, and are made for each row with that row's
-    lengths. So a request does not depend on its batch.
+    lengths. So a request does not depend on its batch. They never see a text that cannot come out, with tokens after EOS
+    or past the row's drafts: some cannot bear one.
     """
 
     def __init__(
@@ -41,10 +42,14 @@ class Processors:
         self.scores_only = all(type(processor) in SCORES_ONLY for processor in prepared)
         if self.scores_only:
             return
+        self.eos = set(eos_ids(generation_config))
         self.by_row = []
         for row, prompt in enumerate(prompts):
             config = copy.deepcopy(generation_config)
             config.max_length = len(prompt) + new_tokens
+            if config.min_new_tokens is not None:
+                config.min_length = len(prompt) + config.min_new_tokens
+            config.num_return_sequences = 1
             self.by_row.append(
                 # transformers' own way to a processor list; it has no public name.
                 model._get_logits_processor(
@@ -52,19 +57,19 @@ class Processors:
                     input_ids_seq_length=len(prompt),
                     encoder_input_ids=prompt[None],
                     prefix_allowed_tokens_fn=prefix_allowed_tokens_fn
-                    and partial(_in_row, prefix_allowed_tokens_fn, row),
+                    and partial(_in_row, prefix_allowed_tokens_fn, row // generation_config.num_return_sequences),
                     logits_processor=LogitsProcessorList(user_processors or []),
                     device=prompt.device,
                     model_kwargs={},
                 )
             )
 
-    def __call__(self, logits, text, lengths):
+    def __call__(self, logits, text, lengths, drafts, ahead):
         """Processed fp32 scores [B, K, V].
 
-        logits: [B, K, V], of K next tokens for each row.
-        text: int64 [B, L], rows without padding. lengths: for each row the length of the text before its first of the
-            K tokens, or None for a row that takes no part.
+        logits: [B, K, V], of K next tokens for each row, the first of which come after `ahead` drafts.
+        text: int64 [B, L], rows without padding. lengths: for each row the length of its text before any draft, or None
+            for a row that takes no part. drafts: how many drafts each row has.
         """
         scores = logits.float()
         if self.scores_only:
@@ -76,9 +81,13 @@ class Processors:
         for row, length in enumerate(lengths):
             if length is None:
                 continue
-            for k in range(min(scores.shape[1], text.shape[1] - length + 1)):
+            drafted = text[row, length : length + drafts[row]].tolist()
+            for k in range(scores.shape[1]):
+                n = ahead + k
+                if n > drafts[row] or not self.eos.isdisjoint(drafted[:n]):
+                    break
                 scores[row, k : k + 1] = self.by_row[row](
-                    text[row : row + 1, : length + k], scores[row, k : k + 1].clone()
+                    text[row : row + 1, : length + n], scores[row, k : k + 1].clone()
                 )
         return scores
 
@@ -86,11 +95,14 @@ class Processors:
 class Stopping:
     """Where a row's new tokens end: at EOS, or where a criterion of the caller says so; checked token by token."""
 
-    def __init__(self, criteria, eos_token_id):
-        """criteria: what `generate` prepared; its length and EOS criteria are replaced. eos_token_id: int, list or None."""
-        ids = [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id or []
-        self.eos = {int(i) for i in ids}
-        self.criteria = [c for c in criteria if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria))]
+    def __init__(self, criteria, generation_config, user_criteria):
+        """criteria: what `generate` prepared, `user_criteria` among them; its own ones for length and EOS are replaced."""
+        self.eos = set(eos_ids(generation_config))
+        self.criteria = [
+            c
+            for c in criteria
+            if any(c is own for own in user_criteria) or not isinstance(c, (MaxLengthCriteria, EosTokenCriteria))
+        ]
 
     def cut(self, text, tokens):
         """How many of `tokens` a row keeps, and whether it ends with them.
@@ -102,6 +114,18 @@ class Stopping:
             if token in self.eos or any(bool(c(text[None, : before + k], None)) for c in self.criteria):
                 return k, True
         return len(tokens), False
+
+
+def eos_ids(generation_config):
+    """The ids that end a row, a list."""
+    ids = generation_config.eos_token_id
+    return [] if ids is None else [ids] if isinstance(ids, int) else [int(i) for i in ids]
+
+
+def pad_id(generation_config):
+    """The id after a row's end: pad_token_id, or as in `generate` the first EOS. None if there is neither."""
+    first_eos = next(iter(eos_ids(generation_config)), None)
+    return first_eos if generation_config.pad_token_id is None else generation_config.pad_token_id
 
 
 def _in_row(allowed, row, _, input_ids):

@@ -30,20 +30,28 @@ def chunk_sums(weights):
     return fixed.view(rows, chunks, CHUNK).sum(-1)
 
 
-def race(sums, token_weights, vocab_size, seed, row, purposes):
+def noise(seed, row, purposes, vocab_size):
+    """The exponentials of both races of a row: fp32 [R, C] for the chunks and [R, min(1024, V)] for a chunk's tokens.
+
+    Args:
+        seed: int64 [R]. row: counter words 2 and 3, each int64 [R].
+        purposes: counter word 1 of the chunks' and of the tokens' race; index i has counter (i, purpose, *row).
+    """
+    sizes = (num_chunks(vocab_size), min(CHUNK, vocab_size))
+    index = np.concatenate([np.arange(size) for size in sizes])
+    words = philox.philox(seed[:, None], index, np.repeat(purposes, sizes), row[0][:, None], row[1][:, None])
+    return philox.exponential(*words).split(sizes, dim=1)
+
+
+def race(sums, token_weights, exponentials):
     """A token for each row by both races, int64 [R]; where all sums are 0 nothing wins, and an arbitrary id comes back.
 
     Args:
         sums: int64 [R, C], the chunk sums.
         token_weights: function of token ids, int64 [R, K], that gives their weights, fp32, 0 for ids beyond V.
-        seed: int64 [R]. row: counter words 2 and 3, each int64 [R].
-        purposes: counter words 1 of the chunks' and of the tokens' race; index i has counter (i, purpose, *row).
+        exponentials: what `noise` gave.
     """
-    sizes = (sums.shape[1], min(CHUNK, vocab_size))
-    index = np.concatenate([np.arange(size) for size in sizes])
-    words = philox.philox(seed[:, None], index, np.repeat(purposes, sizes), row[0][:, None], row[1][:, None])
-    chunk_noise, token_noise = philox.exponential(*words).split(sizes, dim=1)
-    chunk = (sums.float() / chunk_noise).argmax(1, keepdim=True)
-    tokens = chunk * CHUNK + torch.arange(sizes[1], device=sums.device)
-    winner = (token_weights(tokens) / token_noise).argmax(1, keepdim=True)
-    return tokens.gather(1, winner).squeeze(1)
+    chunk_noise, token_noise = exponentials
+    first = (sums.float() / chunk_noise).argmax(1, keepdim=True) * CHUNK
+    tokens = first + torch.arange(token_noise.shape[1], device=sums.device)
+    return (first + (token_weights(tokens) / token_noise).argmax(1, keepdim=True)).squeeze(1)

@@ -51,6 +51,7 @@ class Inputs:
     max_draft_tokens: int
     batch_size: int
     purposes: tuple = (philox.PICK_CHUNK, philox.PICK_TOKEN)
+    noise: tuple | None = None  # random words of a draw made before, `verify_torch.draw_noise`
 
     @property
     def vocab_size(self):
@@ -165,6 +166,8 @@ def run(inputs, out, scratch, backend) -> VerifyOutput:
             torch.empty(B, dtype=torch.bool, device=device),
         )
     else:
+        if not isinstance(out, VerifyOutput):
+            raise TypeError(f"out must be a VerifyOutput, got {type(out).__name__}")
         ids = inputs.draft_token_ids.dtype
         _check_tensor("out.token_ids", out.token_ids, 2, (ids,), (B, inputs.max_draft_tokens + 1))
         _check_tensor("out.num_accepted", out.num_accepted, 1, (torch.int32,), (B,))
@@ -184,7 +187,7 @@ def choose_backend(backend, device):
     if backend not in (None, "torch", "triton"):
         raise ValueError(f"backend must be 'triton', 'torch' or None, got {backend!r}")
     if backend == "torch" or (backend is None and device.type == "cpu"):
-        return _verify_torch
+        return verify_torch.verify
     try:
         from . import verify_triton
     except ImportError as error:
@@ -195,10 +198,6 @@ def choose_backend(backend, device):
             "triton, or pass backend='torch'"
         )
     return verify_triton.verify
-
-
-def _verify_torch(inputs, out, scratch):
-    verify_torch.verify(inputs, out)
 
 
 def _check_tensor(name, tensor, dim, dtypes, shape=None):

@@ -41,7 +41,7 @@ class Rows:
         return ((self.first[request] + position).clamp(max=self.probs.shape[0] - 1),)
 
 
-def verify(inputs, out):
+def verify(inputs, out, scratch=None):
     """Write the tokens of `inputs` (checked by `verify.verify`) to `out` (a `VerifyOutput`)."""
     if inputs.cu_draft_tokens is None and not inputs.max_draft_tokens:
         return draw(inputs, out)
@@ -63,8 +63,9 @@ def verify(inputs, out):
     if m:
         q_n = target.at(request[:, None], j, n[:, :m])
         p_n = torch.ones_like(q_n) if draft is None else draft.at(request[:, None], j, n[:, :m])
-        bad[:, :m] |= bad_prob(q_n) | bad_prob(p_n)
-        q_n, p_n = (torch.nn.functional.pad(x.clamp(max=1), (0, 1)) for x in (q_n, p_n))
+        both = torch.stack([q_n, p_n])
+        bad[:, :m] |= bad_prob(both).any(0)
+        q_n, p_n = torch.nn.functional.pad(both.clamp(max=1), (0, 1))
 
         # 2. Accept until the first token that is rejected, bad or not there.
         h_n = inputs.rule.h(q_n, q_n, p_n, True, None, *strengths)
@@ -88,7 +89,8 @@ def verify(inputs, out):
         if kind == RESIDUAL and draft is not None:
             p = draft.whole(r, stop[r])[:, :V] if tokens is None else draft.at(r[:, None], stop[r][:, None], tokens)
             bad = bad | bad_row(p) if tokens is None else None
-            w = (w - torch.nn.functional.pad(p, (0, w.shape[1] - p.shape[1]))).clamp_(min=0)
+            k = p.shape[1]
+            w = (w - p if k == w.shape[1] else torch.cat([w[:, :k] - p, w[:, k:]], dim=1)).clamp_(min=0)
         return w if tokens is None else torch.where(tokens == n[r, None], 0.0, w), bad
 
     sums = torch.zeros((B, race_torch.num_chunks(V)), dtype=torch.int64, device=device)
@@ -122,7 +124,8 @@ def verify(inputs, out):
                 w[r] = weights(kind, r, tokens[r])[0]
         return w
 
-    token = race_torch.race(sums, token_weights, V, seed, philox.counter_row(offset, stop), inputs.purposes)
+    noise = race_torch.noise(seed, philox.counter_row(offset, stop), inputs.purposes, V)
+    token = race_torch.race(sums, token_weights, noise)
 
     # 5. The accepted tokens, the drawn one, then -1.
     k = torch.arange(out.token_ids.shape[1], device=device)
@@ -136,7 +139,6 @@ def verify(inputs, out):
 def draw(inputs, out):
     """`verify` where no request has drafts, padded: one token from each row, with few operations."""
     rows, V = inputs.target[:, 0].float(), inputs.vocab_size
-    seed, offset = _per_request(inputs)
     groups = rows.split(max(1, GROUP // V))
     sums = torch.cat([race_torch.chunk_sums(w) for w in groups])
     _, _, bad = _spans(inputs)
@@ -145,10 +147,19 @@ def draw(inputs, out):
     def token_weights(tokens):
         return rows.gather(1, tokens.clamp(max=V - 1)).masked_fill(tokens >= V, 0.0)
 
-    token = race_torch.race(sums, token_weights, V, seed, philox.counter_row(offset, 0), inputs.purposes)
+    token = race_torch.race(sums, token_weights, inputs.noise or draw_noise(inputs, 1)[0])
     out.token_ids.copy_(torch.where(valid, token, -1)[:, None])
     out.num_accepted.zero_()
     out.valid.copy_(valid)
+
+
+def draw_noise(inputs, rows):
+    """The noise of `draw` for the rows offset, offset + 1, … of each request: a list of what `race_torch.noise` gives."""
+    B = inputs.batch_size
+    seed, offset = _per_request(inputs)
+    position = (offset + torch.arange(rows, device=offset.device)[:, None]).view(-1)
+    noise = race_torch.noise(seed.repeat(rows), philox.counter_row(position, 0), inputs.purposes, inputs.vocab_size)
+    return list(zip(*(x.split(B) for x in noise), strict=True))
 
 
 def bad_prob(x):

@@ -1,0 +1,84 @@
+"""The package as a whole: what importing does, what is shipped, and what the README promises."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cactus_kernels
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def python(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment or None, cwd=ROOT
+    )
+
+
+def test_importing_loads_neither_transformers_nor_triton_kernels():
+    done = python(
+        "import sys, cactus_kernels\n"
+        "loaded = [m for m in ('transformers', 'cactus_kernels.verify_triton', 'cactus_kernels.generate') if m in sys.modules]\n"
+        "print(loaded)"
+    )
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_everything_works_without_triton():
+    """macOS and Windows: triton cannot be imported; the torch backend serves, and asking for triton says what to do."""
+    done = python(
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch, cactus_kernels as ck\n"
+        "q = torch.ones(2, 3, 5) / 5; p = torch.ones(2, 2, 5) / 5; ids = torch.zeros(2, 2, dtype=torch.int64)\n"
+        "print(ck.verify(q, p, ids, 'cactus', seed=0, offset=0).valid.all().item())\n"
+        "try: ck.verify(q, p, ids, 'cactus', seed=0, offset=0, backend='triton')\n"
+        "except RuntimeError as error: print(error)\n"
+    )
+    assert done.stdout.splitlines() == ["True", "triton is not installed: install it, or pass backend='torch'"], (
+        done.stderr
+    )
+
+
+@pytest.mark.parametrize("name", cactus_kernels.__all__)
+def test_public_names_exist_and_say_what_they_are(name):
+    value = getattr(cactus_kernels, name)
+    assert value.__doc__ and name in dir(cactus_kernels)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="nothing_here"):
+        cactus_kernels.nothing_here  # noqa: B018
+
+
+def test_version_and_licence_agree_everywhere():
+    assert f"## {cactus_kernels.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+    assert "license: Apache-2.0" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_ci_runs_the_command_that_the_readme_names():
+    """.ci/run reads the README's test command by its beginning; it is one line, and ends in the fast tier."""
+    assert re.findall(r'^ *pip install "\.\[test\]".*$', README, re.M) == ['    pip install ".[test]" && pytest']
+
+
+def test_the_readme_example_runs():
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) > 20
+
+
+def test_files_that_the_readme_and_docs_link_to_exist():
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_every_test_that_the_docs_name_exists():
+    for page in (ROOT / "docs").glob("*.md"):
+        for file, name in re.findall(r"(test_\w+\.py)::(\w+)", page.read_text(encoding="utf-8")):
+            assert f"def {name}(" in (ROOT / "tests" / file).read_text(), f"{page.name} names {file}::{name}"

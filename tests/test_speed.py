@@ -1,0 +1,37 @@
+"""Ratios that the package promises on a CPU, each measured in turn in one run. Absolute times are not tested."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads make small operations slow wherever another process is running."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_verification_is_ten_times_as_fast_as_the_dense_way():
+    import bench_verify
+
+    seconds = bench_verify.medians(bench_verify.ways(8, 4, 151_936), rounds=9)
+    ratio = seconds["dense torch"] / seconds["cactus_kernels.verify"]
+    print(f"dense / verify = {ratio:.1f}")
+    assert ratio > 10
+
+
+def test_a_sampled_round_takes_less_outside_the_models_than_transformers_does():
+    import bench_generate
+
+    milliseconds = bench_generate.medians(rounds=3)
+    ratio = milliseconds["cactus"] / milliseconds["transformers"]
+    print(f"cactus / transformers = {ratio:.2f}")
+    assert ratio < 0.5  # a third where the machine is quiet; contention hits many small operations hardest
