@@ -1,0 +1,180 @@
+"""Fuzzed cases for `verify`, and backends compared on them bit for bit. For the tests and `cactus-kernels check`."""
+
+import random
+
+import torch
+
+from .rules import Cactus, SpS
+from .verify import VerifyOutput, verify
+
+# Around the chunk of 1024 tokens, and one size of many chunks, which costs most: rarely.
+VOCAB_SIZES = {1: 2, 2: 2, 7: 3, 1023: 3, 1024: 3, 1025: 4, 2049: 3, 32000: 0.4}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DELTAS = (0.0, 1e-30, 1e-3, 0.05, 0.5, 1.0, 30.0, 3e38)
+BAD_STRENGTHS = (float("nan"), float("inf"), -float("inf"), -1.0, -1e-30)
+BAD_PROBS = (float("nan"), float("inf"), -float("inf"), -0.25, 1.02, 300.0)
+ODD_PROBS = (-0.0, 1.0, 1.0078125, 1e-7, 6e-8)  # legal, and easily mistaken
+STREAMS = (0, 1, 2**31 + 5, 2**32 - 1, 2**62 + 12345, -1, -(2**63), 2**63 - 1)
+OFFSETS = (0, 1, 1000, 2**32 - 3, 2**40 - 2, 2**63 - 4, -2, -(2**63))
+POISON = -77  # in outputs before a run: what is not written shows
+
+
+def fuzz_case(seed):
+    """Arguments of `verify` for one random batch, on the CPU: many shapes, layouts and dtypes, and often bad values."""
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    V = rng.choices(list(VOCAB_SIZES), VOCAB_SIZES.values())[0]
+    B, m, flat = rng.choice((1, 1, 2, 2, 3, 5)), rng.choice((0, 1, 1, 2, 3, 4, 5, 8)), rng.random() < 0.6
+    if V > 10_000:
+        B = min(B, 2)
+    lengths = [rng.randint(0, m) if flat else m for _ in range(B)]
+    N = sum(lengths)
+    V_draft = V if rng.random() < 0.7 else max(1, V + rng.choice((-1, 1, -5, 7, -V // 2, 1030)))
+
+    # The rows of each request: target [N + B, V], draft [N, V_draft], drafted tokens [N].
+    target = _rows(N + B, V, rng, generator)
+    draft = _rows(N, V_draft, rng, generator)
+    of_target = [sum(lengths[:b]) + b + j for b in range(B) for j in range(lengths[b])]
+    width = min(V, V_draft)
+    for i, k in enumerate(of_target):
+        like = rng.random()
+        if like < 0.15:  # no residual
+            draft[i, :width] = target[k, :width]
+        elif like < 0.25:  # p >= q everywhere
+            draft[i, :width] = (target[k, :width] * 1.5 + 1e-3).clamp(max=1)
+        elif like < 0.6:  # much alike, so that whole drafts are accepted
+            draft[i, :width] = target[k, :width] * 0.8 + draft[i, :width] * 0.2
+    one_hot = rng.random() < 0.2
+    drawn_from = target[of_target] if one_hot else draft
+    ids = torch.multinomial(drawn_from + 1e-12, 1, generator=generator).squeeze(1) if N else torch.zeros(0).long()
+    if N and rng.random() < 0.3:
+        ids[rng.randrange(N)] = rng.choice((-1, -1, -2, V - 1, V, V_draft, max(V, V_draft), 2**31 - 1, -(2**31)))
+    for rows, odds in ((target, 0.3), (draft, 0.15)):
+        if len(rows) and rng.random() < odds:
+            for _ in range(rng.randint(1, 3)):
+                _spoil(rows, ids, rng)
+
+    ids = ids.to(rng.choice((torch.int32, torch.int64)))
+    target, draft = target.to(rng.choice(DTYPES)), draft.to(rng.choice(DTYPES))
+    if one_hot:
+        draft = None
+    case = {
+        "rule": _rule(B, rng),
+        "seed": rng.choice(STREAMS) if rng.random() < 0.5 else torch.tensor(rng.choices(STREAMS, k=B)),
+        "offset": rng.choice(OFFSETS) if rng.random() < 0.5 else torch.tensor(rng.choices(OFFSETS, k=B)),
+    }
+    if flat:
+        cu = [sum(lengths[:b]) for b in range(B + 1)]
+        if rng.random() < 0.1:
+            cu[rng.randrange(B + 1)] = rng.choice((-1, 0, N, N + 1, 2**31 - 1))
+        case["cu_draft_tokens"] = torch.tensor(cu, dtype=rng.choice((torch.int32, torch.int64)))
+        case["max_draft_tokens"] = max(lengths) + rng.choice((0, 0, 1))
+    else:
+        ids, target = ids.view(B, m), target.view(B, m + 1, V)
+        draft = None if draft is None else draft.view(B, m, V_draft)
+    case["target_probs"] = _strided(target, rng)
+    case["draft_probs"] = None if draft is None else _strided(draft, rng)
+    case["draft_token_ids"] = ids if rng.random() < 0.7 else torch.stack([ids, ids], -1)[..., 0]
+    return case
+
+
+def parity(case, first=("torch", "cpu"), second=("triton", "cpu"), **options):
+    """What differs between two (backend, device) on one case, in words, or None. `options` are for the second run."""
+    expected = run_case(case, *first)
+    got = run_case(case, *second, **options)
+    for name in ("num_accepted", "valid", "token_ids"):
+        a, b = getattr(expected, name).cpu(), getattr(got, name).cpu()
+        if not torch.equal(a, b):
+            r = (a != b).reshape(len(a), -1).any(1).nonzero()[0].item()
+            return (
+                f"{name} of request {r}: {a[r].tolist()} by {' on '.join(first)}, {b[r].tolist()} by {' on '.join(second)}"
+                f" ({describe(case)})"
+            )
+    return None
+
+
+def run_case(case, backend, device="cpu", **options):
+    """The `VerifyOutput` of one case on a device, written over poison."""
+    case = {name: to_device(value, device) for name, value in case.items()}
+    ids, cu = case["draft_token_ids"], case.get("cu_draft_tokens")
+    B, width = (len(ids), ids.shape[1]) if cu is None else (len(cu) - 1, case["max_draft_tokens"])
+    out = VerifyOutput(
+        torch.full((B, width + 1), POISON, dtype=ids.dtype, device=device),
+        torch.full((B,), POISON, dtype=torch.int32, device=device),
+        torch.ones(B, dtype=torch.bool, device=device),
+    )
+    return verify(**case, out=out, backend=backend, **options)
+
+
+def to_device(value, device):
+    """A tensor on a device with the strides and the alignment it had, or a rule with its strength there."""
+    if isinstance(value, Cactus) and isinstance(value.delta, torch.Tensor):
+        return Cactus(value.delta.to(device))
+    if not isinstance(value, torch.Tensor) or value.numel() == 0:
+        return value.to(device) if isinstance(value, torch.Tensor) else value
+    end = value.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
+    return value.as_strided((end,), (1,), 0).to(device).as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+def describe(case):
+    """One line on what a case is made of."""
+    tensors = {k: v for k, v in case.items() if isinstance(v, torch.Tensor) and v.dim() > 1 or k == "draft_token_ids"}
+    shapes = [f"{k} {str(v.dtype).removeprefix('torch.')} {list(v.shape)} {v.stride()}" for k, v in tensors.items()]
+    return ", ".join([*shapes, f"rule {case['rule']}", f"seed {case['seed']}", f"offset {case['offset']}"])
+
+
+def _rows(count, V, rng, generator):
+    """Probability rows of different kinds, fp32 [count, V]."""
+    rows = torch.empty(count, V)
+    for row in rows:
+        kind = rng.choice(("flat", "flat", "peaked", "sparse", "uniform", "certain"))
+        row.copy_(torch.rand(V, generator=generator))
+        if kind == "peaked":
+            row.pow_(12)
+        elif kind == "sparse":
+            row.mul_(torch.rand(V, generator=generator) < 0.05)
+        elif kind == "uniform":
+            row.fill_(1)
+        elif kind == "certain":
+            row.fill_(0)
+        if row.sum() == 0:
+            row[rng.randrange(V)] = 1
+        row /= row.sum()
+    return rows
+
+
+def _spoil(rows, ids, rng):
+    """Overwrite an entry, or all of a row, with something bad or odd."""
+    r = rng.randrange(len(rows))
+    n = ids[min(r, len(ids) - 1)].item() if len(ids) else 0
+    column = rng.choice((0, rows.shape[1] - 1, rng.randrange(rows.shape[1]), min(max(n, 0), rows.shape[1] - 1)))
+    if rng.random() < 0.2:
+        rows[r] = rng.choice((0.0, 0.0, float("nan")))
+    else:
+        rows[r, column] = rng.choice(BAD_PROBS + ODD_PROBS)
+
+
+def _rule(B, rng):
+    if rng.random() < 0.35:
+        return SpS()
+    if rng.random() < 0.5:
+        return Cactus(rng.choice(DELTAS))
+    deltas = rng.choices(DELTAS, k=B)
+    if rng.random() < 0.3:
+        deltas[rng.randrange(B)] = rng.choice(BAD_STRENGTHS)
+    return Cactus(torch.tensor(deltas))
+
+
+def _strided(rows, rng):
+    """The same rows, most of them with a stride of its own: padded, misaligned; or one row standing for all."""
+    how = rng.choice(("as is", "as is", "padded to 16", "padded by 3", "misaligned", "expanded"))
+    *lead, V = rows.shape
+    if how == "as is" or rows.numel() == 0:
+        return rows
+    if how == "expanded":
+        return rows.reshape(-1, V)[rng.randrange(rows.numel() // V)].expand(rows.shape)
+    ahead = 1 if how == "misaligned" else 0
+    width = -(-V // 16) * 16 if how == "padded to 16" else V + 3
+    held = torch.full((*lead, ahead + width), float("nan"), dtype=rows.dtype)
+    held[..., ahead : ahead + V] = rows
+    return held[..., ahead : ahead + V]

@@ -1,0 +1,318 @@
+"""The command `cactus-kernels`: arguments in, text and tables out. What it does is in runs.py, selfcheck.py, environment.py."""
+
+import json as jsonlib
+import sys
+from contextlib import contextmanager
+from secrets import randbits
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+PROGRAM = "cactus-kernels"
+# What a model writes must not steer the terminal.
+CONTROLS = {c: "\N{REPLACEMENT CHARACTER}" for c in (*range(32), *range(127, 160)) if chr(c) not in "\n\t"}
+ARGUMENT_ERRORS = (TypeError, ValueError, RuntimeError)
+UsageError = typer.BadParameter.__base__  # what typer raises for arguments it cannot parse; no public name
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help="Speculative sampling with Cactus.")
+
+
+class Failure(Exception):
+    """Ends the command with one line on stderr and an exit code: 2 for bad arguments, 1 for a failure while running."""
+
+    def __init__(self, message, code):
+        super().__init__(message)
+        self.code = code
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs the command and exits: 0, 1 (failed), 2 (bad arguments), 130 (interrupted)."""
+    argv = sys.argv[1:] if argv is None else argv
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
+    try:
+        code = typer.main.get_command(app).main(argv or ["--help"], prog_name=PROGRAM, standalone_mode=False)
+    except UsageError as error:
+        _fail(error.format_message(), 2)
+    except Failure as error:
+        _fail(str(error), error.code)
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    if code == 130:
+        print(file=sys.stderr)
+    sys.exit(code or 0)
+
+
+def _version(wanted):
+    if wanted:
+        from . import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+):
+    pass
+
+
+@app.command()
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="Text to continue; - reads it from stdin.", show_default="a word problem")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Target: a directory or hub id. Needs --draft.", show_default="the embedded pair"),
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="Draft, a smaller model with the same tokenizer. Needs --model.")
+    ] = None,
+    rule: Annotated[
+        str | None, typer.Option(help="cactus (lossy) or sps (follows the target exactly).", show_default="cactus")
+    ] = None,
+    delta: Annotated[
+        float | None, typer.Option(help="Strength of cactus, at least 0; 0 is sps.", show_default="1.0")
+    ] = None,
+    num_assistant_tokens: Annotated[int, typer.Option(help="Tokens drafted a round, 1 to 64.")] = 5,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
+    temperature: Annotated[float | None, typer.Option(help="Above 0.", show_default="1.0")] = None,
+    top_k: Annotated[int | None, typer.Option(help="0 keeps every token.", show_default="0")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Above 0 and at most 1, which keeps every token.", show_default="1.0")
+    ] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Take the most likely tokens: no sampling.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Repeats a run.", show_default="random, and printed")] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Time plain decoding, SpS and Cactus instead.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    dtype: Annotated[
+        str, typer.Option(help="auto (float32 on a CPU, else the checkpoint's), float32, bfloat16 or float16.")
+    ] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...", show_default="cuda if there")] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="triton or torch.", show_default="triton on a GPU, else torch")
+    ] = None,
+):
+    """Continue a prompt with a draft model and verification, and say what it took."""
+    sampling = {"temperature": temperature, "top-k": top_k, "top-p": top_p, "rule": rule, "delta": delta}
+    given = [name for name, value in sampling.items() if value is not None]
+    if greedy and given:
+        raise Failure(f"--greedy does not sample: leave out --{' and --'.join(given)}", 2)
+    if compare and rule is not None:
+        raise Failure("--compare runs both rules: leave out --rule", 2)
+    with _status("loading"):
+        from huggingface_hub.utils import logging as hub_logging
+        from transformers.utils import logging
+
+        from . import runs
+        from .verify import choose_backend
+
+        hub_logging.set_verbosity_error()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        with _one_line(2, *ARGUMENT_ERRORS):
+            optional = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+            settings = runs.Settings(
+                rule=runs.make_rule(rule or "cactus", delta),
+                seed=randbits(32) if seed is None else seed,
+                num_assistant_tokens=num_assistant_tokens,
+                max_new_tokens=max_new_tokens,
+                greedy=greedy,
+                backend=backend,
+                **{name: value for name, value in optional.items() if value is not None},
+            )
+            on = runs.find_device(device)
+            choose_backend(backend, on)
+            text = runs.DEFAULT_PROMPT if prompt is None else _stdin() if prompt == "-" else prompt
+            runs.check_prompt(text)
+            pair = runs.load_pair(model, draft, runs.find_dtype(dtype, on), on)
+            ids = runs.encode(pair, text, settings)
+    described = {"prompt": text, "settings": pair.to_dict() | settings.to_dict()}
+    with _one_line(1, ValueError):
+        if compare:
+            results = runs.compare(pair, ids, settings)
+        else:
+            if on.type != "cpu":
+                runs.warm_up(pair, ids, settings)
+            if not json:
+                typer.secho(text, dim=True, nl=False)
+            results = [runs.run_speculative(pair, ids, settings, write=None if json else _write)]
+    speeds = [run.tokens_per_second / results[0].tokens_per_second for run in results]
+    if json and compare:
+        rows = [run.to_dict() | {"speed": speed} for run, speed in zip(results, speeds, strict=True)]
+        _print_json(described | {"runs": rows})
+    elif json:
+        _print_json(described | results[0].to_dict())
+    elif compare:
+        _print_comparison(results, speeds, described["settings"], runs.why_slower(results))
+    else:
+        typer.echo("\n")
+        _print_run(results[0], described["settings"])
+
+
+@app.command()
+def info(json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False):
+    """Versions, devices, and the backend that verification takes on each."""
+    with _status("looking"):
+        from .environment import environment
+
+        found = environment()
+    if json:
+        _print_json(found)
+        return
+    table = _table("", "")
+    for name, value in found.items():
+        if name != "devices":
+            table.add_row(name, value or "not installed")
+    for each in found["devices"]:
+        table.add_row(each["device"], each["name"])
+        table.add_row("", f"{each['backend'] or 'no backend'}: {each['why']}")
+    _console().print(table)
+
+
+@app.command()
+def check(
+    minutes: Annotated[float, typer.Option(help="Time to spend; more finds more.")] = 1.0,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...", show_default="cuda if there")] = None,
+    backend: Annotated[str | None, typer.Option(help="triton or torch.", show_default="triton where it runs")] = None,
+    seed: Annotated[int | None, typer.Option(help="Repeats a check.", show_default="random, and printed")] = None,
+):
+    """Test verification on this machine: the same bits as the reference, and tokens that follow their exact law."""
+    with _status("loading"), _one_line(2, *ARGUMENT_ERRORS):
+        from . import runs, selfcheck
+
+        plan = selfcheck.Plan(minutes, runs.find_device(device), backend, randbits(32) if seed is None else seed)
+    typer.echo(plan)
+    with _progress() as progress:
+        report = selfcheck.run(plan, progress)
+    table = _table("test", "size", "result")
+    for row in report.rows:
+        table.add_row(*row)
+    _console().print(table)
+    typer.echo(report.note)
+    typer.echo("\n".join([f"failed: {failure}" for failure in report.failures] or ["ok"]))
+    raise typer.Exit(1 if report.failures else 0)
+
+
+def _stdin():
+    return sys.stdin.buffer.read().decode().removesuffix("\n")
+
+
+def _write(piece):
+    typer.echo(piece.translate(CONTROLS), nl=False)
+
+
+@contextmanager
+def _one_line(code, *expected):
+    """The errors that our checks raise, and a full device, end the command in one line; what is a bug keeps its trace."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise Failure(str(error), 1) from error
+    except expected as error:
+        raise Failure(str(error), code) from error
+
+
+def _fail(message, code):
+    line = " ".join(message.split())
+    print(f"{PROGRAM}: {line}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _console(stderr=False):
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+
+
+def _status(what):
+    """A word on what takes time, on a terminal only, gone when it is done."""
+    return _console(stderr=True).status(f"{what} ...")
+
+
+@contextmanager
+def _progress():
+    """A bar on a terminal: a function to tell what is done and the share that is over."""
+    console = _console(stderr=True)
+    if not console.is_terminal:
+        yield lambda what, share: None
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda what, share: bar.update(task, description=what, completed=share)
+
+
+def _table(*columns, **kwargs):
+    table = Table(box=None, pad_edge=False, show_header=any(columns), padding=(0, 2, 0, 0), **kwargs)
+    for i, name in enumerate(columns):
+        table.add_column(
+            name, style="bold" if i == 0 else None, no_wrap=i == 0, justify="right" if i and name else "left"
+        )
+    return table
+
+
+def _print_json(value):
+    typer.echo(jsonlib.dumps(value, ensure_ascii=False, allow_nan=False))
+
+
+def _print_run(run, settings):
+    stats = run.stats
+    rows = {"decoding": _decoding(run.decoding, settings)}
+    rows["tokens"] = f"{len(run.token_ids)} in {run.seconds:.2f} s, {run.tokens_per_second:.1f} a second"
+    rows["target forwards"] = f"{stats.target_forwards}, {run.tokens_per_forward:.2f} tokens each"
+    rows["acceptance rate"] = (
+        f"{_percent(run.acceptance_rate)}, {sum(stats.accepted)} of {sum(stats.drafted)} drafted tokens"
+    )
+    rows["time"] = ", ".join(f"{name} {_percent(part / run.seconds)}" for name, part in run.time_split.items())
+    rows["models"] = _models(settings)
+    if not settings["greedy"]:
+        rows["seed"] = str(settings["seed"])
+    table = _table("", "")
+    for row in rows.items():
+        table.add_row(*row)
+    _console().print(table)
+
+
+def _print_comparison(results, speeds, settings, why_slower):
+    table = _table("decoding", "tokens", "seconds", "tokens/s", "tokens/forward", "accepted", "speed")
+    for run, speed in zip(results, speeds, strict=True):
+        table.add_row(
+            _decoding(run.decoding, settings),
+            str(len(run.token_ids)),
+            f"{run.seconds:.2f}",
+            f"{run.tokens_per_second:.1f}",
+            f"{run.tokens_per_forward:.2f}",
+            _percent(run.acceptance_rate),
+            f"{speed:.2f}x",
+        )
+    console = _console()
+    console.print(table)
+    seed = "greedy" if settings["greedy"] else f"seed {settings['seed']}"
+    notes = [f"{_models(settings)}; {settings['num_assistant_tokens']} drafted tokens a round; {seed}."]
+    notes.append("All are timed to the same number of tokens, past the end of the text.")
+    if settings["delta"]:
+        notes.append("sps follows the target's distribution, as plain decoding does; cactus is lossy.")
+    console.print("\n" + " ".join(notes))
+    if why_slower:
+        console.print(f"\n{why_slower}")
+
+
+def _decoding(name, settings):
+    return f"cactus, delta {settings['delta']:g}" if name == "cactus" else name
+
+
+def _models(settings):
+    return f"{settings['model']}, {settings['draft']}; {settings['device']}, {settings['dtype']}"
+
+
+def _percent(share):
+    return "-" if share is None else f"{100 * share:.0f} %"

@@ -1,0 +1,387 @@
+"""Verification in one Triton launch, grid (request, vocabulary split). The same bits as `verify_torch`, on every device.
+
+Every block gathers its request's pairs (q_n, p_n) and finds the position where the draft stops: a few hundred bytes,
+cheaper repeated than communicated. It scans its share of that one row pair and races its chunks. The last block to arrive
+draws the token from the winning chunk, writes every output and leaves the scratch words as it found them.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from . import philox, race_torch, rules, verify_torch
+
+CHUNK = tl.constexpr(race_torch.CHUNK)
+ONE = tl.constexpr(race_torch.ONE)
+MAX_PROB = tl.constexpr(verify_torch.MAX_PROB)
+TARGET, RESIDUAL, REST = (
+    tl.constexpr(kind) for kind in (verify_torch.TARGET, verify_torch.RESIDUAL, verify_torch.REST)
+)
+ACCEPT, SEED = tl.constexpr(philox.ACCEPT), tl.constexpr(philox.SEED)
+LOG_0, LOG_1, LOG_2, LOG_3, LOG_4, LOG_5, LOG_6, LOG_7 = (tl.constexpr(c) for c in philox.LOG)
+LN2, BELOW_SQRT_HALF = tl.constexpr(philox.LN2), tl.constexpr(philox.BELOW_SQRT_HALF)
+SQRT_HALF_BITS = tl.constexpr(philox.SQRT_HALF_BITS)
+BELOW_ONE = tl.constexpr(1 - 2**-24)
+# Race words are int64: the bits of a key > 0 (fp32, so their order is that of the keys), then LOWEST ^ index, so that
+# ties go to the lowest index. 0: nothing to win. BAD beats every key: a value that counts is bad.
+LOWEST = tl.constexpr(2**31 - 1)  # in the interpreter a constexpr must not stand on the left of an operator
+BAD = tl.constexpr(2**63 - 1)
+SPLIT_CHUNKS = tl.constexpr(256)  # chunks one block can hold sums of: V <= 262,144 in one split
+
+
+@triton.jit
+def _uniform(r0, r1):
+    """fp32 in [0, 1), as `philox.uniform`."""
+    v = (r0 >> 8).to(tl.float32) * (2**-24) + (r1 >> 9).to(tl.float32) * (2**-47)
+    return tl.minimum(v, BELOW_ONE)
+
+
+@triton.jit
+def _exponential(r0, r1):
+    """fp32 > 0, as `philox.exponential`, operation by operation."""
+    v = (r0 >> 8).to(tl.float32) * (2**-24) + (2 * (r1 >> 9) + 1).to(tl.float32) * (2**-48)
+    v = tl.minimum(v, BELOW_ONE)
+    bits = (1.0 - v).to(tl.int32, bitcast=True) - SQRT_HALF_BITS
+    small = v < BELOW_SQRT_HALF
+    e = tl.where(small, 0, bits >> 23).to(tl.float32)
+    mantissa = ((bits & 0x7FFFFF) + SQRT_HALF_BITS).to(tl.float32, bitcast=True)
+    f = tl.where(small, -v, mantissa - 1.0)
+    poly = ((f * LOG_7 + LOG_6) * f + LOG_5) * f
+    poly = ((poly + LOG_4) * f + LOG_3) * f
+    poly = (((poly + LOG_2) * f + LOG_1) * f + LOG_0) * f
+    log1p = f + f * poly
+    return -(log1p + e * LN2)
+
+
+@triton.jit
+def _race(weights, index, stream, purpose, zero):
+    """The word of the winner. weights fp32 or int64 [K] >= 0; index int32 [K]; stream (seed, low, high word of the row)."""
+    seed, low, high = stream
+    # `zero` is an int64 >= 0 that was just computed. What is added is 0, but the compiler cannot know: else it shares the
+    # 20 round keys of the seed between the races and keeps them in registers through the loop.
+    r0, r1, _, _ = tl.philox(seed + (zero >> 63), index.to(tl.uint32), purpose, low, high)
+    key = tl.div_rn(weights.to(tl.float32), _exponential(r0, r1))
+    word = (key.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (index ^ LOWEST).to(tl.int64)
+    return tl.max(tl.where(weights > 0, word, 0))
+
+
+@triton.jit
+def _row(rows, offset, ALIGNED: tl.constexpr):
+    """Pointer to a row, known to be a multiple of 16 bytes where the launcher says so: then 128-bit loads."""
+    if ALIGNED:
+        UNIT: tl.constexpr = 128 // rows.dtype.element_ty.primitive_bitwidth
+        offset = offset // UNIT * UNIT  # the product is what the compiler sees; `tl.multiple_of` gets lost on the way
+    return rows + offset
+
+
+@triton.jit
+def _is_bad(x):
+    return ((x >= 0.0) & (x <= MAX_PROB)) == 0
+
+
+@triton.jit
+def _fixed_weight(q, p, q_n, p_n, strengths, H: tl.constexpr, KIND: tl.constexpr):
+    """Weights of tokens that are not n, in units of 2^-52."""
+    w = q
+    if KIND != TARGET:
+        w = H(q, q_n, p_n, False, None, *strengths)
+    if KIND == RESIDUAL:
+        w = tl.maximum(w - p, 0.0)
+    return (w * ONE).to(tl.int64)
+
+
+@triton.jit
+def _sums(
+    q_row, p_row, first, q_end, p_end, q_n, p_n, strengths, H: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
+    WARPS: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr, VEC: tl.constexpr
+):  # fmt: skip
+    """Sums over the same STEP tokens of WARPS chunks, `first` being the first: int64 [WARPS], and of what is bad [WARPS, LANES]."""
+    # The order of the axes makes triton give a lane VEC neighbours and a warp one chunk, so that no warp waits for another.
+    repeat = tl.arange(0, STEP // (LANES * VEC))[:, None, None, None] * (LANES * VEC)
+    warp = tl.arange(0, WARPS)[None, :, None, None] * CHUNK
+    lane = tl.arange(0, LANES)[None, None, :, None] * VEC
+    token = repeat + warp + lane + tl.arange(0, VEC)[None, None, None, :]
+    p = 0.0
+    if MASKED:
+        q = tl.load(q_row + first + token, mask=token < q_end - first, other=0.0).to(tl.float32)
+        if KIND == RESIDUAL:
+            p = tl.load(p_row + first + token, mask=token < p_end - first, other=0.0).to(tl.float32)
+    else:
+        q = tl.load(q_row + first + token, eviction_policy="evict_first").to(tl.float32)
+        if KIND == RESIDUAL:
+            p = tl.load(p_row + first + token, eviction_policy="evict_first").to(tl.float32)
+    bad = _is_bad(q)
+    if KIND == RESIDUAL:
+        bad = bad | _is_bad(p)
+    weights = _fixed_weight(q, p, q_n, p_n, strengths, H, KIND)
+    return tl.sum(tl.sum(tl.sum(weights, 3), 0), 1), tl.sum(tl.sum(bad.to(tl.int32), 3), 0)
+
+
+@triton.jit
+def _scan(
+    q_row, p_row, drafted, first, end, V, V_draft, stream, strengths, H: tl.constexpr, KIND: tl.constexpr,
+    PURPOSE: tl.constexpr, WARPS: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr, VEC: tl.constexpr
+):  # fmt: skip
+    """The word of the race between chunks first .. end - 1, at most SPLIT_CHUNKS.
+
+    q_row, p_row: pointers to the rows, [V] and [V_draft]. drafted: (n, its q and p).
+    """
+    n, q_at_n, p_at_n = drafted
+    q_n, p_n = tl.minimum(q_at_n, 1.0), tl.minimum(p_at_n, 1.0)
+    q_end = tl.minimum(end * CHUNK, V)
+    p_end = q_end
+    if KIND == RESIDUAL:
+        p_end = tl.minimum(q_end, V_draft)
+    rounds = tl.cdiv(end - first, WARPS)
+    full = tl.minimum(tl.maximum(p_end // CHUNK - first, 0) // WARPS, rounds)
+    column = tl.arange(0, SPLIT_CHUNKS // WARPS)[None, :]
+    sums = tl.zeros((WARPS, SPLIT_CHUNKS // WARPS), tl.int64)
+    bad = tl.zeros((WARPS, LANES), tl.int32)
+    STEPS: tl.constexpr = CHUNK // STEP
+    for t in range(0, full * STEPS):
+        token = (first + t // STEPS * WARPS) * CHUNK + (t - t // STEPS * STEPS) * STEP
+        s, b = _sums(q_row, p_row, token, q_end, p_end, q_n, p_n, strengths, H, KIND, False, WARPS, LANES, STEP, VEC)
+        sums += tl.where(column == t // STEPS, s[:, None], 0)
+        bad += b
+    # The tail is masked, which takes registers: shorter steps make up for them.
+    TAIL_VEC: tl.constexpr = 4 if VEC > 4 else VEC
+    TAIL: tl.constexpr = 4 * LANES
+    TAILS: tl.constexpr = CHUNK // TAIL
+    for t in range(full * TAILS, rounds * TAILS):
+        token = (first + t // TAILS * WARPS) * CHUNK + (t - t // TAILS * TAILS) * TAIL
+        s, b = _sums(q_row, p_row, token, q_end, p_end, q_n, p_n, strengths, H, KIND, True, WARPS, LANES, TAIL, TAIL_VEC)
+        sums += tl.where(column == t // TAILS, s[:, None], 0)
+        bad += b
+    chunk = first + column * WARPS + tl.arange(0, WARPS)[:, None]
+    if KIND != TARGET:
+        # The drafted token weighs nothing: what the loop added for it is taken off again, exactly.
+        added = _fixed_weight(q_at_n, p_at_n, q_n, p_n, strengths, H, KIND)
+        sums -= tl.where(chunk == tl.where(n < V, n // CHUNK, -1), added, 0)
+    bad = tl.sum(bad).to(tl.int64)
+    word = _race(tl.where(chunk < end, sums, 0), chunk, stream, PURPOSE, bad)
+    return tl.where(bad > 0, BAD, word)
+
+
+@triton.jit
+def _chunk_weights(
+    q_row, p_row, drafted, chunk, q_end, p_end, strengths, H: tl.constexpr, RESIDUE: tl.constexpr
+):  # fmt: skip
+    """fp32 weights of one chunk [CHUNK]. Rows end at q_end and p_end: a p_end of 0 leaves the rest, h without n."""
+    n, q_at_n, p_at_n = drafted
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    w = tl.load(q_row + token, mask=token < q_end, other=0.0).to(tl.float32)
+    w = tl.where(n >= 0, H(w, tl.minimum(q_at_n, 1.0), tl.minimum(p_at_n, 1.0), False, None, *strengths), w)
+    if RESIDUE == RESIDUAL:
+        w -= tl.load(p_row + token, mask=token < p_end, other=0.0).to(tl.float32)
+    return tl.where((token == n) | (token >= q_end), 0.0, tl.maximum(w, 0.0))
+
+
+@triton.jit(do_not_specialize=["seed", "offset", "N", "m", "share"])
+def verify_kernel(
+    token_ids, num_accepted, valid,  # out: ids [B, m + 1], int32 [B], bool [B]
+    scratch,  # int64 [B, 2]: the best word and the number of blocks that arrived, both 0 before and after
+    target, draft,  # probabilities, [B, m + 1, V] and [B, m, V_draft], or flat [N + B, V] and [N, V_draft]; draft or None
+    draft_token_ids,  # int32 or int64 [B, m] or flat [N]
+    cu_draft_tokens,  # [B + 1] prefix sums, or None: padded
+    seed, offset,  # int64 [B] or one number
+    strengths,  # tuple of fp32 [B] or numbers
+    strides,  # in elements, (request, row or column) of target, draft, draft_token_ids, token_ids; num_accepted, valid
+    N, m, V, V_draft,  # drafted tokens in all and at most in a request; vocabulary sizes
+    share,  # chunks of a split, a multiple of WARPS
+    PER_REQUEST: tl.constexpr,  # bit k: strength k is a tensor
+    H: tl.constexpr, PICK_CHUNK: tl.constexpr, PICK_TOKEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, WARPS: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    request, split = tl.program_id(0), tl.program_id(1)
+    wide = request.to(tl.int64)
+
+    # 1. The request's numbers, and where they are bad.
+    bad_request = request < 0
+    if seed.dtype.is_ptr():
+        key = tl.load(seed + request)
+    else:
+        r0, r1, _, _ = tl.philox(seed.to(tl.int64), request.to(tl.uint32), SEED, 0, 0)
+        key = r0.to(tl.int64) | (r1.to(tl.int64) << 32)
+    if offset.dtype.is_ptr():
+        position = tl.load(offset + request)
+    else:
+        position = offset.to(tl.int64)
+    values = ()
+    for k in tl.static_range(len(strengths)):
+        s = strengths[k]
+        if (PER_REQUEST >> k) & 1:
+            s = tl.load(s + request)
+            bad_request |= ((s >= 0.0) & (s < float("inf"))) == 0
+        values = values + (s,)
+    start = wide * 0
+    length = start + m
+    if cu_draft_tokens is not None:
+        start = tl.load(cu_draft_tokens + request).to(tl.int64)
+        length = tl.load(cu_draft_tokens + request + 1).to(tl.int64) - start
+        disorder = (start < 0) | (length < 0) | (start + length > N) | (length > m)
+        start, length = tl.where(disorder, 0, start), tl.where(disorder, 0, length)
+        bad_request |= disorder
+
+    # 2. q and p of the drafted tokens, one slot more than there can be, and the first that is rejected, bad or not there.
+    j = tl.arange(0, BLOCK_M)
+    row = start + j
+    ids = tl.load(draft_token_ids + wide * strides[4] + row * strides[5], mask=j < length, other=-1).to(tl.int64)
+    q = tl.load(target + wide * strides[0] + row * strides[1] + ids, mask=(ids >= 0) & (ids < V), other=0.0)
+    q = q.to(tl.float32)
+    if draft is None:
+        p = tl.full((BLOCK_M,), 1.0, tl.float32)
+    else:
+        p = tl.load(draft + wide * strides[2] + row * strides[3] + ids, mask=(ids >= 0) & (ids < V_draft), other=0.0)
+        p = p.to(tl.float32)
+    bad = (ids < -1) | (ids >= tl.maximum(V, V_draft)) | _is_bad(q) | _is_bad(p)
+    q_n, p_n = tl.minimum(q, 1.0), tl.minimum(p, 1.0)
+    at = position + j
+    r0, r1, _, _ = tl.philox(key, tl.zeros_like(j).to(tl.uint32), ACCEPT, at.to(tl.uint32), (at >> 32).to(tl.uint32))
+    accepted = (_uniform(r0, r1) * p_n < H(q_n, q_n, p_n, True, None, *values)) & (ids >= 0) & (bad == 0)
+    stop = tl.min(tl.where(accepted, BLOCK_M, j), 0)
+    stop = tl.where(bad_request, 0, stop)
+    bad_request |= tl.sum(tl.where(j == stop, bad.to(tl.int32), 0), 0) > 0
+    n = tl.sum(tl.where(j == stop, ids, 0), 0)
+    drafted = (n, tl.sum(tl.where(j == stop, q, 0.0), 0), tl.sum(tl.where(j == stop, p, 0.0), 0))
+    # By way of int32, which stays in a uniform register: then the loops below are uniform too, and cheaper.
+    rejected = tl.max(tl.where((j == stop) & (ids >= 0), 1, 0), 0) > 0
+    at = position + stop
+    stream = (key, at.to(tl.uint32), (at >> 32).to(tl.uint32))
+
+    # 3. This block's share of the one row pair.
+    q_row = _row(target, wide * strides[0] + (start + stop) * strides[1], VEC > 1)
+    if draft is None:
+        p_row = q_row
+        RESIDUE: tl.constexpr = REST
+    else:
+        p_row = _row(draft, wide * strides[2] + (start + stop) * strides[3], VEC > 1)
+        RESIDUE: tl.constexpr = RESIDUAL
+    first = split * share
+    end = tl.minimum(first + share, tl.cdiv(V, CHUNK))
+    if rejected:
+        word = _scan(
+            q_row, p_row, drafted, first, end, V, V_draft, stream, values, H, RESIDUE, PICK_CHUNK, WARPS, LANES, STEP, VEC
+        )  # fmt: skip
+    else:
+        word = _scan(
+            q_row, p_row, drafted, first, end, V, V_draft, stream, values, H, TARGET, PICK_CHUNK, WARPS, LANES, STEP, VEC
+        )  # fmt: skip
+    word = tl.where(bad_request, BAD, word)
+
+    # 4. The last block to arrive knows the best chunk: it finishes the request.
+    best, arrivals = scratch + wide * 2, scratch + wide * 2 + 1
+    tl.atomic_max(best, word, sem="relaxed")
+    if tl.atomic_add(arrivals, 1) == tl.num_programs(1) - 1:
+        word = tl.atomic_xchg(best, 0, sem="relaxed")
+        tl.atomic_xchg(arrivals, 0, sem="relaxed")
+        p_end = tl.where(rejected, V_draft, 0)
+        if rejected & (word == 0):
+            # No residual, by rounding or bad input: what is left of h without n. Rare, so one chunk at a time will do.
+            p_end = 0 * p_end
+            for c in range(0, tl.cdiv(V, CHUNK)):
+                w = _chunk_weights(q_row, p_row, drafted, c, V, p_end, values, H, RESIDUE)
+                total = tl.sum((w * ONE).to(tl.int64), 0) + tl.zeros((1,), tl.int64)
+                word = tl.maximum(word, _race(total, c + tl.arange(0, 1), stream, PICK_CHUNK, word))
+        ok = (word > 0) & (word < BAD)
+        # The accepted tokens are read again, and all else is written before the draw: both spare registers.
+        tl.store(num_accepted + wide * strides[8], stop.to(tl.int32))
+        tl.store(valid + wide * strides[9], ok)
+        to = token_ids + wide * strides[6]
+        ids = tl.load(draft_token_ids + wide * strides[4] + row * strides[5], mask=j < stop, other=-1)
+        tl.store(to + j * strides[7], ids.to(token_ids.dtype.element_ty), mask=(j <= m) & (j != tl.where(ok, stop, -1)))
+        chunk = (word & LOWEST) ^ LOWEST
+        q_end, p_end = tl.where(ok, V, 0), tl.where(ok, p_end, 0)
+        w = _chunk_weights(q_row, p_row, drafted, chunk, q_end, p_end, values, H, RESIDUE)
+        winner = _race(w, tl.arange(0, CHUNK), stream, PICK_TOKEN, word)
+        winner = chunk * CHUNK + ((winner & LOWEST) ^ LOWEST)
+        tl.store(to + stop * strides[7], winner.to(token_ids.dtype.element_ty), mask=ok)
+
+
+INTERPRETED = not isinstance(verify_kernel, triton.runtime.jit.JITFunction)
+
+
+# Launched with 8 warps of at most 64 registers, four blocks fit a multiprocessor: about one wave on a large GPU.
+BLOCKS = 512
+NUM_WARPS = 8
+
+_scratch = {}  # the private scratch words of each (device, stream)
+
+
+def new_scratch(batch_size, device):
+    """Scratch words for up to `batch_size` requests: int64 [B, 2], zero. One launch at a time may use them."""
+    return torch.zeros((batch_size, 2), dtype=torch.int64, device=device)
+
+
+def verify(inputs, out, scratch, splits=None, num_warps=None):
+    """Write the tokens of `inputs` (checked by `verify.verify`) to `out` (a `VerifyOutput`). Never waits for the device.
+
+    Args:
+        scratch: `new_scratch(at least B, device)`, or None: kept here. After a launch that raised, make it anew.
+        splits, num_warps: override what is derived from the shapes. They change no result.
+    """
+    device, B = inputs.target.device, inputs.batch_size
+    if scratch is not None:
+        if not isinstance(scratch, torch.Tensor) or scratch.dtype != torch.int64:
+            raise TypeError(f"scratch must be verify_triton.new_scratch(B, device), got {_describe(scratch)}")
+        if scratch.dim() != 2 or len(scratch) < B or scratch.shape[1] != 2 or not scratch.is_contiguous():
+            raise ValueError(f"scratch must be contiguous, int64 [at least {B}, 2], got {_describe(scratch)}")
+        return _launch(inputs, out, scratch, splits, num_warps)
+    owner = device, None
+    if device.type != "cpu":
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError(f"a CUDA graph needs scratch words of its own: pass scratch=new_scratch({B}, {device})")
+        owner = device, torch.cuda.current_stream(device).cuda_stream
+    scratch = _scratch.pop(owner, None)
+    if scratch is None or len(scratch) < B:
+        scratch = new_scratch(B, device)
+    _launch(inputs, out, scratch, splits, num_warps)
+    _scratch[owner] = scratch  # not if the launch raised: its words may be left anyhow
+
+
+def _launch(inputs, out, scratch, splits, num_warps):
+    target, draft, ids, flat = inputs.target, inputs.draft, inputs.draft_token_ids, inputs.cu_draft_tokens is not None
+    rows = [target] if draft is None else [target, draft]
+    strengths = inputs.rule.strengths
+    num_warps = num_warps or NUM_WARPS
+    item = min(t.element_size() for t in rows)
+    lanes = 32 if INTERPRETED else triton.runtime.driver.active.get_current_target().warp_size
+    aligned = all(x * t.element_size() % 16 == 0 for t in rows for x in t.stride()[:-1])
+    aligned &= all(t.data_ptr() % 16 == 0 for t in rows)
+
+    chunks = race_torch.num_chunks(inputs.vocab_size)
+    rounds = triton.cdiv(chunks, num_warps)
+    splits = max(min(splits or BLOCKS // inputs.batch_size, rounds), triton.cdiv(chunks, SPLIT_CHUNKS.value), 1)
+    share = triton.cdiv(rounds, splits) * num_warps
+
+    # Flat rows of a request start at cu_draft_tokens[request], in the target one further for each request before it.
+    strides = (target.stride(0), target.stride(0) if flat else target.stride(1))
+    strides += (0, 0) if draft is None else (0, draft.stride(0)) if flat else draft.stride()[:2]
+    strides += (0, ids.stride(0)) if flat else ids.stride()
+    strides += (*out.token_ids.stride(), out.num_accepted.stride(0), out.valid.stride(0))
+    with torch.cuda.device_of(target):
+        verify_kernel[inputs.batch_size, triton.cdiv(chunks, share)](
+            out.token_ids, out.num_accepted, out.valid, scratch, target, draft, ids, _dense(inputs.cu_draft_tokens),
+            _dense(inputs.seed), _dense(inputs.offset), tuple(map(_dense, strengths)), strides,
+            ids.numel(), inputs.max_draft_tokens, inputs.vocab_size, inputs.draft_vocab_size, share,
+            PER_REQUEST=sum(1 << k for k, s in enumerate(strengths) if isinstance(s, torch.Tensor)),
+            H=_jitted(inputs.rule.h), PICK_CHUNK=inputs.purposes[0], PICK_TOKEN=inputs.purposes[1],
+            BLOCK_M=triton.next_power_of_2(inputs.max_draft_tokens + 1), WARPS=num_warps, LANES=lanes,
+            STEP=lanes * 8, VEC=16 // item if aligned else 1, num_warps=num_warps,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+@functools.cache
+def _jitted(body):
+    """The body of a rule as a function of the kernel, the same object each time, so that triton's cache knows it."""
+    return triton.jit(rules.bind(body, tl))
+
+
+def _dense(x):
+    return x.contiguous() if isinstance(x, torch.Tensor) else x
+
+
+def _describe(x):
+    return f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__

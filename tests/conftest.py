@@ -1,0 +1,16 @@
+"""Before triton is imported anywhere: without a GPU its kernels run in the interpreter."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+torch.set_num_threads(1)  # the tests' tensors are small; threads would only wait for one another
+
+
+@pytest.fixture(scope="session")
+def device():
+    """Where kernels run: a GPU where there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

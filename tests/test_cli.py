@@ -1,0 +1,480 @@
+"""The command as a person meets it: text, tables, JSON, and one clear line for everything that is wrong."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from transformers.utils import logging
+
+from cactus_kernels import cli, philox, runs, selfcheck
+from cactus_kernels.assets import embedded_pair
+
+SHORT = ["--max-new-tokens", "24", "--seed", "1"]
+PROMPT = "Question: A farmer has 7 hens."
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    """Unless told otherwise, wherever the tests run."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture(autouse=True)
+def same_logging_afterwards():
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    yield
+    logging.set_verbosity(verbosity)
+    (logging.enable_progress_bar if bars else logging.disable_progress_bar)()
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return embedded_pair()
+
+
+@pytest.fixture(scope="module")
+def directories(pair, tmp_path_factory):
+    """The embedded pair as two checkpoints, whose own settings would truncate; and a draft with another tokenizer."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    model, assistant_model, tokenizer = pair
+    for name, m in (("target", model), ("draft", assistant_model)):
+        m.save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+        settings = json.loads((root / name / "generation_config.json").read_text())
+        settings |= {"do_sample": True, "top_k": 1, "repetition_penalty": 5.0}
+        (root / name / "generation_config.json").write_text(json.dumps(settings))
+    (root / "other").mkdir()
+    for file in (root / "draft").iterdir():
+        (root / "other" / file.name).write_bytes(file.read_bytes())
+    other = json.loads((root / "other" / "tokenizer.json").read_text(encoding="utf-8"))
+    vocabulary = other["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (root / "other" / "tokenizer.json").write_text(json.dumps(other), encoding="utf-8")
+    return root
+
+
+@pytest.fixture
+def command(capfd):
+    """Runs the command line in this process: its exit code, stdout and stderr."""
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([str(a) for a in arguments])
+        out, err = capfd.readouterr()
+        return ended.value.code, out, err
+
+    return run
+
+
+@pytest.fixture
+def generate(command):
+    """Runs `generate`, which must succeed: what it printed, from JSON where it was asked for."""
+
+    def run(*arguments):
+        code, out, err = command("generate", *arguments)
+        assert (code, err) == (0, "")
+        return json.loads(out) if "--json" in arguments else out
+
+    return run
+
+
+# -- generate
+
+
+def test_text_then_a_table(generate):
+    out = generate(PROMPT, *SHORT)
+    result = generate(PROMPT, *SHORT, "--json")
+    text, table = out.split("\n\ndecoding")
+    assert text == PROMPT + result["text"].translate(cli.CONTROLS)
+    for row in (
+        "cactus, delta 1",
+        f"{result['tokens']} in ",
+        "target forwards",
+        "acceptance rate",
+        "draft ",
+        "verify ",
+        "seed",
+    ):
+        assert row in table
+    assert out.splitlines()[-1].split() == ["seed", "1"]
+
+
+def test_json_holds_the_run(generate, pair):
+    *_, tokenizer = pair
+    result = generate(PROMPT, *SHORT, "--json", "--delta", "0.25", "--num-assistant-tokens", "3")
+    stats, settings = result["stats"], result["settings"]
+    assert result["prompt"] == PROMPT
+    assert result["tokens"] == len(result["token_ids"]) == stats["tokens"][0] <= 24
+    assert result["text"] == tokenizer.decode(result["token_ids"], skip_special_tokens=True)
+    assert result["tokens_per_second"] == pytest.approx(result["tokens"] / result["seconds"])
+    assert stats["target_forwards"] == len(stats["accepted_lengths"][0]) and max(stats["accepted_lengths"][0]) <= 3
+    assert (settings["rule"], settings["delta"], settings["num_assistant_tokens"]) == ("cactus", 0.25, 3)
+    assert (settings["temperature"], settings["top_k"], settings["top_p"]) == (1.0, 0, 1.0)
+    assert (settings["device"], settings["dtype"], settings["seed"]) == ("cpu", "float32", 1)
+
+
+def test_one_token_drafts_nothing(generate):
+    result = generate(PROMPT, "--max-new-tokens", "1", "--json")
+    assert result["tokens"] == 1 and result["acceptance_rate"] is None
+
+
+def test_the_seed_that_is_printed_repeats_the_run(generate):
+    first = generate(PROMPT, "--max-new-tokens", "24", "--json")
+    seed = first["settings"]["seed"]
+    assert generate(PROMPT, "--max-new-tokens", "24", "--json", "--seed", seed)["token_ids"] == first["token_ids"]
+    assert generate(PROMPT, "--max-new-tokens", "24", "--json", "--seed", seed + 1)["token_ids"] != first["token_ids"]
+
+
+def test_greedy_is_plain_greedy(generate, pair):
+    model, _, tokenizer = pair
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    plain = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)[
+        0, ids.shape[1] :
+    ]
+    result = generate(PROMPT, "--greedy", "--max-new-tokens", "24", "--json")
+    assert result["token_ids"] == plain.tolist()
+    assert result["settings"]["seed"] is None and result["settings"]["rule"] is None
+    assert "seed" not in generate(PROMPT, "--greedy", "--max-new-tokens", "4")
+
+
+def test_a_prompt_from_stdin(command, monkeypatch, tmp_path):
+    (tmp_path / "prompt").write_text(PROMPT + "\n", encoding="utf-8")
+    with open(tmp_path / "prompt", encoding="utf-8") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        code, out, _ = command("generate", "-", *SHORT, "--json")
+    assert code == 0 and json.loads(out)["prompt"] == PROMPT
+
+
+def test_without_a_prompt_there_is_one(generate):
+    assert generate(*SHORT).startswith(runs.DEFAULT_PROMPT)
+
+
+def test_checkpoints_sample_by_the_command_not_by_their_own_settings(generate, directories):
+    """The directories hold the embedded pair with top_k = 1 and a repetition penalty."""
+    mine = generate(PROMPT, *SHORT, "--json", "--model", directories / "target", "--draft", directories / "draft")
+    assert mine["token_ids"] == generate(PROMPT, *SHORT, "--json")["token_ids"]
+    assert mine["settings"]["model"] == str(directories / "target")
+
+
+def test_truncation_when_asked_for(generate):
+    """With one token left, sampling is greedy."""
+    greedy = generate(PROMPT, "--greedy", "--max-new-tokens", "24", "--json")["token_ids"]
+    assert generate(PROMPT, *SHORT, "--json", "--top-k", "1")["token_ids"] == greedy
+    assert generate(PROMPT, *SHORT, "--json", "--top-p", "1e-6")["token_ids"] == greedy
+    assert generate(PROMPT, *SHORT, "--json", "--temperature", "1e-4")["token_ids"] == greedy
+
+
+# -- compare
+
+
+def test_compare_has_three_rows(generate):
+    out = generate(PROMPT, *SHORT, "--compare", "--delta", "0.5")
+    rows = [line.split("  ")[0] for line in out.splitlines()[:4]]
+    assert rows == ["decoding", "plain", "sps", "cactus, delta 0.5"]
+    assert "seed 1." in out and "cactus is lossy" in out
+    assert "lossy" not in generate(PROMPT, *SHORT, "--compare", "--delta", "0")
+
+
+def test_compare_in_json(generate):
+    result = generate(PROMPT, *SHORT, "--compare", "--json")
+    plain, sps, cactus = result["runs"]
+    assert [r["decoding"] for r in result["runs"]] == ["plain", "sps", "cactus"]
+    assert plain["speed"] == 1 and plain["stats"] is None
+    for run in (sps, cactus):
+        assert run["speed"] == pytest.approx(run["tokens_per_second"] / plain["tokens_per_second"])
+        assert run["tokens"] == plain["tokens"] == 24
+    # Alone, they may end before.
+    for run, rule in ((sps, "sps"), (cactus, "cactus")):
+        alone = generate(PROMPT, *SHORT, "--rule", rule, "--json")["token_ids"]
+        assert run["token_ids"][: len(alone)] == alone
+
+
+def test_compare_goes_on_past_the_end_of_the_text(generate, monkeypatch):
+    def every_other_token_ends(**kwargs):
+        model, *others = embedded_pair(**kwargs)
+        model.generation_config.eos_token_id = list(range(0, 2048, 2))
+        return model, *others
+
+    monkeypatch.setattr(runs, "embedded_pair", every_other_token_ends)
+    assert generate(PROMPT, *SHORT, "--json")["tokens"] < 24
+    assert [r["tokens"] for r in generate(PROMPT, *SHORT, "--compare", "--json")["runs"]] == [24] * 3
+
+
+def test_compare_greedy_gives_one_text(generate):
+    plain, speculative = generate(PROMPT, "--greedy", "--max-new-tokens", "24", "--compare", "--json")["runs"]
+    assert plain["token_ids"] == speculative["token_ids"]
+
+
+def test_a_slower_run_says_so(generate, monkeypatch):
+    """Time stands still but for the clock's own ticks, so that speculative runs take as long and give fewer tokens."""
+    plain = runs.Run("plain", "", [0] * 10, 1.0, None)
+    stats = runs.Stats("sps", [], 4, [4], [20], [6], [10], [[2] * 3 + [0]], 1.2, 0.6, 0.1)
+    slow, fast = runs.Run("sps", "", [0] * 10, 2.0, stats), runs.Run("cactus", "", [0] * 10, 0.9, stats)
+    monkeypatch.setattr(runs, "compare", lambda *_: [plain, slow, fast])
+    out = " ".join(generate(PROMPT, *SHORT, "--compare").split())
+    assert "Slower than plain decoding here: sps." in out
+    assert "a round takes 500.0 ms (300.0 ms of it drafting, 150.0 ms in the target) and gives 2.5 tokens" in out
+    assert "a plain token takes 100.0 ms" in out
+    monkeypatch.setattr(runs, "compare", lambda *_: [plain, fast])
+    assert "lower" not in generate(PROMPT, *SHORT, "--compare")
+
+
+# -- text as it comes
+
+
+class Bytes:
+    """A tokenizer of bytes."""
+
+    def decode(self, ids, **kwargs):
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+@pytest.mark.parametrize(
+    "text", ["plain", "naïve café ≤ 数学 🌵!", "🌵", "a\ufffdb", "\n\n  two  spaces "], ids=lambda text: ascii(text)
+)
+def test_characters_are_passed_on_whole(text):
+    pieces = []
+    stream = runs.TextStream(Bytes(), pieces.append)
+    stream.put(torch.tensor([list("é prompt".encode())]))
+    for byte in text.encode():
+        stream.put(torch.tensor([byte]))
+    stream.end()
+    assert "".join(pieces) == text
+    assert all(pieces) and (len(pieces) == len(text) or "\ufffd" in text)
+
+
+def test_half_a_character_at_the_end_is_shown_as_such():
+    pieces = []
+    stream = runs.TextStream(Bytes(), pieces.append)
+    stream.put(torch.tensor([[65]]))
+    stream.put(torch.tensor(list("b🌵".encode())[:-1]))
+    assert pieces == ["b"]
+    stream.end()
+    assert pieces == ["b", "\ufffd"]
+
+
+def test_text_in_brackets_is_text(command, monkeypatch):
+    """rich would take [bold] for markup and :cactus: for a picture, a terminal an escape for a command."""
+    text = "[bold] :cactus: [/]\t\x1b[31m"
+    monkeypatch.setattr(runs, "run_speculative", lambda *_, write: write(text) or fake_run())
+    _, out, _ = command("generate", "[red]:warning:", *SHORT)
+    assert out.startswith("[red]:warning:[bold] :cactus: [/]\t\ufffd[31m\n")
+
+
+def fake_run():
+    return runs.Run("cactus", "", [0], 1.0, runs.Stats("cactus", [1.0], 1, [1], [0], [0], [1], [[0]]))
+
+
+# -- what is wrong
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--delta", "-1"], "delta must be finite and at least 0 (0 is SpS), got -1.0"),
+        (["--delta", "nan"], "delta must be finite"),
+        (["--delta", "inf"], "delta must be finite"),
+        (["--delta", "lots"], "Invalid value for '--delta'"),
+        (["--rule", "best"], "unknown rule 'best'"),
+        (["--rule", "sps", "--delta", "1"], "delta goes with rule cactus alone"),
+        (["--num-assistant-tokens", "0"], "num-assistant-tokens must be in 1 .. 64, got 0"),
+        (["--num-assistant-tokens", "65"], "num-assistant-tokens must be in 1 .. 64, got 65"),
+        (["--max-new-tokens", "0"], "max-new-tokens must be at least 1, got 0"),
+        (["--max-new-tokens", "100000"], "positions of the models: use --max-new-tokens"),
+        (["--temperature", "0"], "use --greedy"),
+        (["--temperature", "-0.5"], "temperature must be above 0"),
+        (["--temperature", "nan"], "temperature must be above 0"),
+        (["--temperature", "inf"], "temperature must be above 0"),
+        (["--top-k", "-1"], "top-k must be at least 0"),
+        (["--top-p", "0"], "top-p must be above 0"),
+        (["--top-p", "1.5"], "top-p must be above 0 and at most 1"),
+        (["--top-p", "nan"], "top-p must be above 0"),
+        (["--seed", str(2**63)], "seed must fit in 64 bits"),
+        (["--greedy", "--temperature", "0.5"], "--greedy does not sample: leave out --temperature"),
+        (["--greedy", "--rule", "sps", "--top-k", "5"], "leave out --top-k and --rule"),
+        (["--compare", "--rule", "sps"], "--compare runs both rules"),
+        (["--backend", "cuda"], "backend must be 'triton', 'torch' or None, got 'cuda'"),
+        (["--device", "tpu"], "device must be cpu, cuda"),
+        (["--device", "cuda:99"], "device cuda:99 is not there"),
+        (["--dtype", "int8"], "dtype must be one of auto, float32, bfloat16, float16, got 'int8'"),
+        (["--model", "."], "--model needs --draft"),
+        (["--draft", "."], "--draft needs --model"),
+        (["--model", "./nowhere", "--draft", "."], "cannot load './nowhere': there is no such directory"),
+        (["--model", ".", "--draft", "."], "cannot load '.': "),
+        (["--frobnicate"], "--frobnicate"),
+        (["", ""], "unexpected extra argument"),
+        (["", "--seed", "1"], "the prompt is empty"),
+        ([" \n", "--seed", "1"], "the prompt is empty"),
+        (["\udcff"], "the prompt is not UTF-8"),
+        (["word " * 3000], "the prompt is too long: "),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_bad_arguments_end_in_one_line(command, arguments, says):
+    code, out, err = command("generate", *arguments)
+    assert (code, out) == (2, "")
+    assert says in err and err.startswith("cactus-kernels: ") and err.count("\n") == 1 and err.endswith("\n")
+
+
+def test_another_tokenizer_is_refused(command, directories):
+    code, _, err = command("generate", "--model", directories / "target", "--draft", directories / "other")
+    assert code == 2 and err.count("\n") == 1 and "the draft has another tokenizer: 2 tokens differ" in err
+
+
+def test_a_model_that_cannot_roll_back_is_refused(command, directories, monkeypatch):
+    monkeypatch.setattr("transformers.LlamaForCausalLM._is_stateful", True)
+    code, _, err = command("generate")
+    assert code == 2 and err.count("\n") == 1 and "cannot roll back" in err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["check", "--minutes", "0"], ["check", "--minutes", "nan"], ["frobnicate"], ["info", "x"]]
+)
+def test_bad_commands_end_in_one_line(command, arguments):
+    code, out, err = command(*arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert arguments[0] in err or "minutes" in err or "argument" in err
+
+
+def test_bad_probabilities_while_running_end_in_one_line(command, monkeypatch):
+    def broken(**kwargs):
+        model, *others = embedded_pair(**kwargs)
+        model.model.norm.weight.data.fill_(float("nan"))
+        return model, *others
+
+    monkeypatch.setattr(runs, "embedded_pair", broken)
+    code, _, err = command("generate", *SHORT, "--json")
+    assert code == 1 and err.count("\n") == 1 and "bad values in requests [0]" in err
+
+
+def test_a_full_device_ends_in_one_line(command, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+
+    monkeypatch.setattr(runs, "run_speculative", full)
+    code, _, err = command("generate", *SHORT, "--json")
+    assert (code, err) == (1, "cactus-kernels: CUDA out of memory. Tried to allocate\n")
+
+
+def test_bugs_are_not_swallowed(monkeypatch):
+    monkeypatch.setattr(runs, "run_speculative", lambda *_, **__: [][0])
+    with pytest.raises(IndexError):
+        cli.main(["generate", *SHORT, "--json"])
+
+
+def test_an_interrupt_ends_quietly(command, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs, "run_speculative", interrupt)
+    assert command("generate", *SHORT, "--json") == (130, "", "\n")
+
+
+# -- the rest of the command
+
+
+def test_help_and_version(command):
+    code, out, _ = command("--help")
+    assert code == 0 and all(name in out for name in ("generate", "check", "info"))
+    assert command()[1] == out
+    code, out, _ = command("generate", "--help")
+    assert code == 0 and all(option in out for option in ("--model", "--delta", "--compare", "--greedy", "--json"))
+    assert command("--version") == (0, "0.1.0\n", "")
+
+
+def test_the_installed_command_runs_and_help_loads_no_transformers():
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", "from cactus_kernels.cli import main; main()", "--help"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "Commands" in done.stdout
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "typer" in imported and not imported & {"transformers", "triton"}
+
+
+def test_a_closed_pipe_is_no_error():
+    code = "from cactus_kernels.cli import main; main(['generate', '--max-new-tokens', '100'])"
+    done = subprocess.run(f'"{sys.executable}" -c "{code}" | head -c 1', shell=True, capture_output=True, text=True)
+    assert done.stdout == "Q" and "Traceback" not in done.stderr
+
+
+def test_info(command):
+    code, out, _ = command("info")
+    assert code == 0
+    for name in ("cactus_kernels", "python", "torch", "triton", "transformers", "cpu"):
+        assert name in out
+    code, out, _ = command("info", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["torch"] == torch.__version__
+    assert found["devices"][0]["device"] == "cpu" and found["devices"][0]["backend"] == "torch"
+
+
+def test_check_on_a_cpu_says_what_it_cannot_check(command, monkeypatch):
+    if importlib.util.find_spec("triton"):
+        monkeypatch.setattr("cactus_kernels.verify_triton.INTERPRETED", False)
+    code, out, err = command("check", "--minutes", "0.001", "--seed", "5")
+    assert (code, err) == (0, "") and out.splitlines()[-1] == "ok"
+    assert "fails less than once in a million checks" in out
+    assert "Checking torch on cpu for 0.001 min, seed 5." in out and "TRITON_INTERPRET=1" in out
+    for size in selfcheck.LAW_SIZES:
+        for name in ("sps", "cactus 0.5", "draw"):
+            assert f"law of {name}, V = {size} " in out
+
+
+def test_check_finds_a_wrong_law(command, monkeypatch):
+    """The deliberate error: acceptance uniforms that end at 0.9."""
+    uniform = philox.uniform
+    monkeypatch.setattr(philox, "uniform", lambda *words: 0.9 * uniform(*words))
+    code, out, _ = command("check", "--minutes", "0.05", "--backend", "torch", "--seed", "5")
+    assert code == 1 and "ok" not in out.split()
+    assert "failed: law of sps, V = 7: " in out and "failed: law of cactus 0.5, V = 7: " in out
+    assert out.count("again with --seed 5") >= 2 and "failed: law of draw" not in out
+
+
+def test_check_finds_other_bits_and_names_the_seed_of_the_case(command, monkeypatch):
+    pytest.importorskip("triton")
+    seen = []
+    monkeypatch.setattr("cactus_kernels.verify_triton.INTERPRETED", True)
+
+    def difference(seed, *_):
+        seen.append(seed)
+        return "token_ids differ" if seed == 7 else None
+
+    monkeypatch.setattr(selfcheck, "_difference", difference)
+    code, out, _ = command("check", "--minutes", "0.01", "--seed", "5")
+    assert code == 1 and seen == [5, 6, 7]
+    assert "Checking triton on cpu" in out and "TRITON_INTERPRET" not in out
+    assert out.splitlines()[-1] == "failed: parity: token_ids differ; again with --seed 7"
+
+
+def test_check_in_the_interpreter():
+    pytest.importorskip("triton")
+    arguments = ["check", "--minutes", "0.01", "--device", "cpu", "--seed", "1"]
+    done = subprocess.run(
+        [sys.executable, "-c", "from cactus_kernels.cli import main; main()", *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+    )
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert "triton on cpu against torch on cpu" in done.stdout and "every bit equal" in done.stdout
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu(command):
+    code, out, _ = command("generate", PROMPT, *SHORT, "--device", "cuda", "--json")
+    result = json.loads(out)
+    assert code == 0 and 0 < result["tokens"] <= 24
+    assert (result["settings"]["device"], result["settings"]["dtype"]) == ("cuda:0", "bfloat16")
+    code, out, _ = command("generate", PROMPT, *SHORT, "--device", "cuda", "--compare", "--json")
+    assert code == 0 and [run["tokens"] for run in json.loads(out)["runs"]] == [24] * 3
+    code, out, _ = command("check", "--minutes", "0.2", "--device", "cuda")
+    assert code == 0 and "triton on cuda against torch on cpu" in out

@@ -1,0 +1,747 @@
+"""The decoding loop: exact laws on lookup-table models, greedy equality with transformers' own `generate`."""
+
+import copy
+import time
+from functools import cache
+
+import exact
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from models import TableModel, table_pair
+from test_cache import build
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    set_seed,
+)
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import logits_process as hf
+
+from cactus_kernels import Cactus, embedded_pair, generate, philox, speculative_generate
+
+ROWS = 12_000
+EOS, PAD = 1, 0
+
+
+def run(target, draft, prompts, **kwargs):
+    """`speculative_generate` over ragged prompts (lists of ids), left-padded, with a dict returned."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[PAD] * (width - len(p)) + list(p) for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    kwargs = {"pad_token_id": PAD, "eos_token_id": None} | kwargs
+    return speculative_generate(
+        target, ids, assistant_model=draft, attention_mask=mask, return_dict_in_generate=True, **kwargs
+    )
+
+
+def outputs(out, prompts):
+    """The new tokens of every row, lists without padding."""
+    width = max(map(len, prompts))
+    return [row[width : width + n].tolist() for row, n in zip(out.sequences, out.stats.tokens, strict=True)]
+
+
+def plain(target, prompts, **kwargs):
+    """The new tokens of transformers' own `generate`, each prompt alone."""
+    kwargs = {"pad_token_id": PAD, "eos_token_id": None} | kwargs
+    return [target.generate(torch.tensor([p]), **kwargs)[0, len(p) :].tolist() for p in prompts]
+
+
+def sampled(target, draft, rows=ROWS, prompt=(3,), **kwargs):
+    """Sampled tokens [rows, T] after one prompt, every row with a stream of its own."""
+    kwargs = {"do_sample": True, "top_k": 0, "seed": 11, "rule": "sps", "pad_token_id": PAD} | kwargs
+    ids = torch.tensor(prompt).expand(rows, -1)
+    return speculative_generate(target, ids, assistant_model=draft, **kwargs)[:, len(prompt) :]
+
+
+def p_value(tokens, law):
+    """Of tokens [rows, T] under a law [V] * T."""
+    flat = np.ravel_multi_index(tokens.numpy().T, law.shape)
+    return exact.chi_square_p_value(np.bincount(flat, minlength=law.size), law.ravel())
+
+
+def markov_law(table, context, length):
+    """The law of `length` tokens after a context, [V] * length, from the rows' probabilities float64 [V, V]."""
+    law = table[context]
+    for _ in range(length - 1):
+        law = law[..., None] * table
+    return law
+
+
+def loop_law(p, q, delta, context, length, num_assistant_tokens):
+    """The law of the tokens that the loop emits, [V] * length, by enumeration over drafts.
+
+    Within a round the token after an accepted draft is drafted in turn; after the last draft it follows the target. A
+    rejection ends the round with a recovered token, and a round drafts no more than the tokens left but one.
+    """
+    V = len(q)
+
+    @cache
+    def verified(context):
+        """What one drafted position emits: accepted [V], recovered [V]."""
+        accepted, recovered = np.zeros(V), np.zeros(V)
+        for n in np.flatnonzero(p[context]):
+            h = exact.verified_against(q[context], n, delta)
+            accept = min(1.0, h[n] / p[context, n])
+            accepted[n] = p[context, n] * accept
+            residual = np.maximum(h - p[context], 0)
+            if accept < 1:
+                recovered += p[context, n] * (1 - accept) * residual / residual.sum()
+        np.testing.assert_allclose(accepted + recovered, exact.emitted(p[context], q[context], delta), atol=1e-14)
+        return accepted, recovered
+
+    @cache
+    def law(context, left, drafts):
+        if left == 0:
+            return np.array(1.0)
+        if drafts is None:
+            return law(context, left, min(num_assistant_tokens, left - 1))
+        if drafts == 0:
+            return np.stack([q[context, x] * law(x, left - 1, None) for x in range(V)])
+        accepted, recovered = verified(context)
+        return np.stack(
+            [accepted[x] * law(x, left - 1, drafts - 1) + recovered[x] * law(x, left - 1, None) for x in range(V)]
+        )
+
+    return law(context, length, None)
+
+
+def rows_of(model):
+    return model.table.detach().double().softmax(-1).numpy()
+
+
+# -- laws
+
+
+@pytest.mark.parametrize("num_assistant_tokens", [1, 2, 5])
+@pytest.mark.parametrize("length", [2, 3])
+def test_sps_gives_the_law_of_the_target(length, num_assistant_tokens):
+    """Two tokens and three: where random words are used twice, a later token depends on an earlier one."""
+    target, draft = table_pair(5)
+    law = markov_law(rows_of(target), 3, length)
+    np.testing.assert_allclose(loop_law(rows_of(draft), rows_of(target), 0, 3, length, num_assistant_tokens), law)
+    tokens = sampled(target, draft, max_new_tokens=length, num_assistant_tokens=num_assistant_tokens)
+    assert p_value(tokens, law) > exact.FALSE_ALARM
+
+
+@pytest.mark.parametrize("num_assistant_tokens", [1, 2])
+def test_cactus_gives_its_own_law(num_assistant_tokens):
+    target, draft = table_pair(5)
+    law = loop_law(rows_of(draft), rows_of(target), 0.5, 3, 3, num_assistant_tokens)
+    assert np.abs(law - markov_law(rows_of(target), 3, 3)).sum() > 0.1
+    tokens = sampled(target, draft, rule=Cactus(0.5), max_new_tokens=3, num_assistant_tokens=num_assistant_tokens)
+    assert p_value(tokens, law) > exact.FALSE_ALARM
+    assert p_value(tokens[:, :2], law.sum(2)) > exact.FALSE_ALARM
+
+
+def test_a_strength_for_each_row():
+    target, draft = table_pair(5)
+    delta = torch.tensor([0.0, 0.5]).repeat(ROWS)
+    tokens = sampled(target, draft, 2 * ROWS, rule=Cactus(delta), max_new_tokens=2)
+    for i, d in enumerate((0.0, 0.5)):
+        law = loop_law(rows_of(draft), rows_of(target), d, 3, 2, 5)
+        assert p_value(tokens[i::2], law) > exact.FALSE_ALARM
+        assert p_value(tokens[1 - i :: 2], law) < exact.FALSE_ALARM
+
+
+def without_advance(monkeypatch):
+    right = generate._Decoder.verify
+
+    def verify(self, *args):
+        verified = right(self, *args)
+        self.offset.zero_()
+        return verified
+
+    monkeypatch.setattr(generate._Decoder, "verify", verify)
+
+
+def draft_words_for_verification(monkeypatch):
+    monkeypatch.setattr(philox, "DRAFT_CHUNK", philox.PICK_CHUNK)
+    monkeypatch.setattr(philox, "DRAFT_TOKEN", philox.PICK_TOKEN)
+
+
+def one_draft_word_a_round(monkeypatch):
+    right = generate.DraftDraws.__call__
+    monkeypatch.setattr(generate.DraftDraws, "__call__", lambda self, probs, j: right(self, probs, 0))
+
+
+def raw_draft_rows(monkeypatch):
+    right = generate._Decoder.draft
+
+    def draft(self):
+        ids, p = right(self)
+        return ids, p if p is None else (p**0.5 / (p**0.5).sum(-1, keepdim=True))
+
+    monkeypatch.setattr(generate._Decoder, "draft", draft)
+
+
+@pytest.mark.parametrize(
+    "mutate", [without_advance, draft_words_for_verification, one_draft_word_a_round, raw_draft_rows]
+)
+def test_these_laws_catch_a_loop_that_is_wrong(mutate, monkeypatch):
+    target, draft = table_pair(5)
+    target.table *= 0.5
+    draft.table *= 0.5
+    law = markov_law(squared(target), 3, 3)
+    settings = {"max_new_tokens": 3, "num_assistant_tokens": 2, "temperature": 0.5}
+    assert p_value(sampled(target, draft, **settings), law) > exact.FALSE_ALARM
+    mutate(monkeypatch)
+    assert p_value(sampled(target, draft, **settings), law) < exact.FALSE_ALARM
+
+
+def squared(target):
+    """Rows at temperature 1/2."""
+    rows = rows_of(target) ** 2
+    return rows / rows.sum(1, keepdims=True)
+
+
+WARPED = {
+    "temperature": ({"temperature": 0.6}, [hf.TemperatureLogitsWarper(0.6)]),
+    "top-k": ({"top_k": 3}, [hf.TopKLogitsWarper(3)]),
+    "top-p": ({"top_p": 0.7}, [hf.TopPLogitsWarper(0.7)]),
+    "all three": (
+        {"temperature": 1.4, "top_k": 5, "top_p": 0.8},
+        [hf.TemperatureLogitsWarper(1.4), hf.TopKLogitsWarper(5), hf.TopPLogitsWarper(0.8)],
+    ),
+    "min-p": ({"min_p": 0.2}, [hf.MinPLogitsWarper(0.2)]),
+    "typical": ({"typical_p": 0.6}, [hf.TypicalLogitsWarper(0.6)]),
+    "epsilon": ({"epsilon_cutoff": 0.08}, [hf.EpsilonLogitsWarper(0.08)]),
+    "eta": ({"eta_cutoff": 0.3}, [hf.EtaLogitsWarper(0.3)]),
+}
+
+
+@pytest.mark.parametrize(("settings", "warpers"), WARPED.values(), ids=WARPED)
+def test_processed_rows_keep_the_law_of_the_processed_target(settings, warpers):
+    """transformers #47932: acceptance must go by the distribution that the draft was sampled from."""
+    target, draft = table_pair(8, seed=1)
+    scores = LogitsProcessorList(warpers)(None, target.table.detach().clone())
+    rows = scores.double().softmax(-1).numpy()
+    assert np.abs(rows - rows_of(target)).max() > 0.05
+    tokens = sampled(target, draft, max_new_tokens=2, **settings)
+    assert p_value(tokens, markov_law(rows, 3, 2)) > exact.FALSE_ALARM
+
+
+def test_a_processor_that_reads_the_text_keeps_its_law():
+    target, draft = table_pair(6)
+    penalty = hf.RepetitionPenaltyLogitsProcessor(2.0)
+
+    def row(*text):
+        return penalty(torch.tensor([text]), target.table[text[-1]][None].clone()).double().softmax(-1)[0].numpy()
+
+    law = np.stack([row(3)[x] * row(3, x) for x in range(6)])
+    assert np.abs(law - markov_law(rows_of(target), 3, 2)).sum() > 0.1
+    tokens = sampled(target, draft, 4_000, max_new_tokens=2, repetition_penalty=2.0)
+    assert p_value(tokens, law) > exact.FALSE_ALARM
+
+
+@pytest.mark.parametrize("sizes", [(6, 9), (9, 6)], ids=["larger draft", "smaller draft"])
+def test_vocabularies_of_two_sizes(sizes):
+    """transformers #45307. The law is the target's, and greedy decoding is its own, whichever is larger."""
+    generator = torch.Generator().manual_seed(0)
+    table = 1.5 * torch.randn(9, 9, generator=generator)
+    target = TableModel(table[: sizes[0], : sizes[0]].clone())
+    draft = TableModel((table + torch.randn(9, 9, generator=generator))[: sizes[1], : sizes[1]].clone())
+    tokens = sampled(target, draft, max_new_tokens=3)
+    assert tokens.unique().tolist() == list(range(sizes[0]))
+    assert p_value(tokens, markov_law(rows_of(target), 3, 3)) > exact.FALSE_ALARM
+    prompts = [[5], [2, sizes[0] - 1], [4]]
+    out = run(target, draft, prompts, max_new_tokens=30)
+    assert outputs(out, prompts) == plain(target, prompts, max_new_tokens=30)
+
+
+# -- greedy decoding
+
+
+def noisy(model, noise):
+    """A copy whose weights have Gaussian noise of `noise` standard deviations: a draft that is often wrong."""
+    draft = copy.deepcopy(model)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            if parameter.dim() > 1:
+                parameter += noise * parameter.std() * torch.randn_like(parameter)
+    return draft
+
+
+def random_prompts(lengths, V, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, V, (n,), generator=generator).tolist() for n in lengths]
+
+
+GREEDY = [
+    ("llama", "sdpa", 0.1), ("llama", "eager", 0.1), ("qwen3", "sdpa", 0.1), ("mistral", "sdpa", 0.1),
+    ("gemma3", "sdpa", 0.3), ("gpt2", "sdpa", 0.05),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "attention", "noise"), GREEDY, ids=lambda v: str(v))
+def test_greedy_tokens_are_those_of_plain_generate(family, attention, noise):
+    """Also transformers #48280 and #30312: Mistral and Gemma 3 have a window of 8 here."""
+    target = build(family, attention)
+    prompts = random_prompts((3, 17, 9, 1), target.config.vocab_size)
+    settings = {"max_new_tokens": 60, "do_sample": False}
+    out = run(target, noisy(target, noise), prompts, **settings)
+    assert outputs(out, prompts) == plain(target, prompts, **settings)
+    assert 0.1 < out.stats.acceptance_rate < 0.9
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+def test_a_draft_with_the_targets_weights_is_always_right(family):
+    """So the draft's cache misses no token and holds no wrong one, in rounds of any length."""
+    target = build(family)
+    prompts = random_prompts((3, 17, 9, 1), target.config.vocab_size)
+    for num_assistant_tokens in (1, 3):
+        out = run(target, build(family), prompts, max_new_tokens=20, num_assistant_tokens=num_assistant_tokens)
+        assert out.stats.accepted == out.stats.drafted and out.stats.target_forwards == 20 // (num_assistant_tokens + 1)
+
+
+def test_a_draft_of_another_kind_changes_nothing():
+    target, draft = build("mistral"), build("gpt2")
+    prompts = random_prompts((3, 17, 9, 1), target.config.vocab_size)
+    out = run(target, draft, prompts, max_new_tokens=20)
+    assert outputs(out, prompts) == plain(target, prompts, max_new_tokens=20)
+
+
+def test_greedy_tokens_of_the_embedded_pair():
+    target, draft, tokenizer = embedded_pair(dtype=torch.float64)
+    texts = ["Question: Maria has 5 boxes of pencils.", "Question: A", "The farmer sold 12 eggs on Monday. How", "She"]
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
+    settings = {"max_new_tokens": 60, "do_sample": False}
+    out = speculative_generate(
+        target, batch.input_ids, attention_mask=batch.attention_mask, assistant_model=draft,
+        return_dict_in_generate=True, **settings,
+    )  # fmt: skip
+    width = batch.input_ids.shape[1]
+    for row, text, n in zip(out.sequences, texts, out.stats.tokens, strict=True):
+        alone = target.generate(**tokenizer(text, return_tensors="pt"), **settings)
+        assert row[width : width + n].tolist() == alone[0, len(tokenizer(text).input_ids) :].tolist()
+    assert 0.1 < out.stats.acceptance_rate < 0.95
+
+
+def test_ties_go_to_the_lowest_id():
+    """lattice #280."""
+    table = torch.zeros(6, 6)
+    table[:, [2, 4]] = 1.0
+    out = run(TableModel(table), TableModel(table.flip(1)), [[3]], max_new_tokens=9)
+    assert outputs(out, [[3]]) == [[2] * 9]
+
+
+def uneven(noise=0.7):
+    """Table models whose greedy texts are long, and prompts of several lengths."""
+    target, draft = table_pair(16, seed=5, noise=noise)
+    return target, draft, [[3], [4, 9, 9, 2], [15, 11], [7, 3, 12, 4, 5, 6]]
+
+
+class Increasing(LogitsProcessor):
+    """Favours token (last + 1), and refuses to read what no text can be: padding, or anything after EOS."""
+
+    def __init__(self, prompts, eos):
+        self.prompts, self.eos = [tuple(p) for p in prompts], set(eos)
+        self.texts = set()
+
+    def __call__(self, input_ids, scores):
+        for row, text in enumerate(input_ids.tolist()):
+            assert any(tuple(text[: len(p)]) == p and self.eos.isdisjoint(text[len(p) :]) for p in self.prompts), text
+            self.texts.add(tuple(text))
+            scores[row, (text[-1] + 1) % scores.shape[1]] += 3.0
+        return scores
+
+
+class Allowed:
+    """A `prefix_allowed_tokens_fn` that cannot be asked about a text which it does not allow itself, as one over a trie."""
+
+    def __init__(self, prompts, eos=None):
+        self.prompts, self.eos = prompts, eos
+
+    def __call__(self, _, text):
+        text = text.tolist()
+        start = next(len(p) for p in self.prompts if p == text[: len(p)])
+        for k in range(start, len(text)):
+            assert text[k] in self.after(text[:k]) and text[k] != self.eos, text
+        return self.after(text)
+
+    @staticmethod
+    def after(text):
+        return [EOS, *range(text[-1] * 7 % 5, 16, 3)]
+
+
+PROCESSORS = {
+    "repetition_penalty": {"repetition_penalty": 1.8},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+    "min_new_tokens": {"min_new_tokens": 9, "eos_token_id": [EOS, 5, 6]},
+    "min_length": {"min_length": 9, "eos_token_id": [EOS, 5, 6]},
+    "suppress_tokens": {"suppress_tokens": [5, 8, 10]},
+    "begin_suppress_tokens": {"begin_suppress_tokens": [5, 8, 10, 3]},
+    "bad_words_ids": {"bad_words_ids": [[5], [8, 10], [3, 2]]},
+    "sequence_bias": {"sequence_bias": [[[5], -4.0], [[8, 10], 3.0]]},
+    "encoder_repetition_penalty": {"encoder_repetition_penalty": 3.0},
+    "forced_eos_token_id": {"forced_eos_token_id": EOS},
+    "exponential_decay": {"exponential_decay_length_penalty": (4, 1.5), "eos_token_id": EOS},
+    "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": Allowed(uneven()[2])},
+    "prefix_allowed_tokens_fn, EOS": {"prefix_allowed_tokens_fn": Allowed(uneven()[2], EOS), "eos_token_id": EOS},
+    "two at once": {"repetition_penalty": 1.8, "no_repeat_ngram_size": 2, "min_new_tokens": 5, "eos_token_id": [5, 6]},
+}
+
+
+@pytest.mark.parametrize("settings", PROCESSORS.values(), ids=PROCESSORS)
+def test_processors_give_the_greedy_tokens_of_plain_generate(settings):
+    target, draft, prompts = uneven()
+    settings = {"max_new_tokens": 25} | settings
+    out = run(target, draft, prompts, **settings)
+    expected = plain(target, prompts, **settings)
+    assert outputs(out, prompts) == expected
+    lengths = {k: settings[k] for k in ("max_new_tokens", "eos_token_id") if k in settings}
+    assert expected != plain(target, prompts, **lengths)
+    assert out.stats.target_forwards < max(out.stats.tokens)
+
+
+def test_a_processor_of_the_callers_sees_the_texts_of_plain_generate():
+    target, draft, prompts = uneven()
+    settings = {"max_new_tokens": 25, "eos_token_id": [15]}
+    mine, theirs = Increasing(prompts, [15]), Increasing(prompts, [15])
+    out = run(target, draft, prompts, logits_processor=LogitsProcessorList([mine]), **settings)
+    assert outputs(out, prompts) == plain(target, prompts, logits_processor=LogitsProcessorList([theirs]), **settings)
+    assert theirs.texts <= mine.texts
+    assert {len(t) for t in outputs(out, prompts)} != {25}
+
+
+def test_prefix_allowed_tokens_fn_is_told_the_prompt():
+    """As in `generate`, the index of the prompt, also where `num_return_sequences` repeats it."""
+    target, draft, prompts = uneven()
+    settings = {"max_new_tokens": 6, "prefix_allowed_tokens_fn": lambda batch_id, _: [3 + batch_id]}
+    out = run(target, draft, prompts, do_sample=True, num_return_sequences=2, **settings)
+    width = max(map(len, prompts))
+    assert out.sequences[:, width:].tolist() == [[3 + b] * 6 for b in (0, 0, 1, 1, 2, 2, 3, 3)]
+
+
+def test_repetition_penalty_with_a_transformer():
+    target = build("llama")
+    prompts = random_prompts((3, 17, 9, 1), target.config.vocab_size)
+    settings = {"max_new_tokens": 20, "repetition_penalty": 1.5}
+    out = run(target, noisy(target, 0.1), prompts, **settings)
+    assert outputs(out, prompts) == plain(target, prompts, **settings)
+
+
+# -- where rows end
+
+
+def chain(V, *steps):
+    """A model that goes from token to token for certain: `steps` are (token, next); others stay."""
+    table = torch.full((V, V), -1e4)
+    table[range(V), range(V)] = 0.0
+    for token, following in steps:
+        table[token, token] = -1e4
+        table[token, following] = 0.0
+    return TableModel(table)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("eos", [EOS, [EOS, 6]], ids=["int", "list"])
+def test_rows_end_inside_an_accepted_block(eos, do_sample):
+    """transformers #47912, vLLM #56101: accepted [a, EOS, b] gives two tokens, and rows end alone."""
+    model = chain(8, (2, 3), (3, EOS), (EOS, 4), (4, 5), (5, 6), (6, 7))
+    prompts = [[2], [7, 7, 4], [5], [6]]
+    out = run(model, model, prompts, max_new_tokens=7, eos_token_id=eos, do_sample=do_sample)
+    listed = eos != EOS
+    expected = [[3, EOS], [5, 6] if listed else [5, 6, 7, 7, 7, 7, 7], [6] if listed else [6] + [7] * 6, [7] * 7]
+    assert outputs(out, prompts) == expected
+    for row, tokens in zip(out.sequences, expected, strict=True):
+        assert row[3:].tolist() == tokens + [PAD] * (7 - len(tokens))
+    assert out.stats.accepted_lengths[0] == [2]
+
+
+@pytest.mark.parametrize("pad", [PAD, None], ids=["pad", "no pad"])
+def test_padding_is_that_of_generate(pad):
+    target, draft, _ = uneven()
+    ids = torch.tensor([[3, 4], [9, 2], [15, 11], [3, 7]])
+    settings = {"max_new_tokens": 20, "eos_token_id": [6, 5], "pad_token_id": pad}
+    got = speculative_generate(target, ids, assistant_model=draft, **settings)
+    expected = target.generate(ids, **settings)
+    assert torch.equal(got, expected)
+    assert (got[:, -1] == (6 if pad is None else PAD)).any()
+
+
+@pytest.mark.parametrize("num_assistant_tokens", [1, 3, 64])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_no_more_tokens_than_asked_for(num_assistant_tokens, do_sample):
+    target, draft, prompts = uneven()
+    for new_tokens in (1, 2, 5):
+        target.calls = draft.calls = 0
+        out = run(
+            target, draft, prompts, max_new_tokens=new_tokens, num_assistant_tokens=num_assistant_tokens,
+            do_sample=do_sample,
+        )  # fmt: skip
+        assert out.stats.tokens == [new_tokens] * 4 and out.sequences.shape == (4, 6 + new_tokens)
+        assert draft.calls == 0 if new_tokens == 1 else draft.calls > 0
+        if new_tokens == 1:
+            assert out.stats.drafted == [0] * 4 and np.isnan(out.stats.acceptance_rate)
+        assert max(out.stats.drafted) <= num_assistant_tokens * out.stats.target_forwards
+        assert max(map(max, out.stats.accepted_lengths)) <= min(num_assistant_tokens, new_tokens - 1)
+
+
+@pytest.mark.parametrize("settings", [{"max_length": 11}, {}, {"max_new_tokens": 4, "max_length": 30}], ids=str)
+def test_lengths_are_those_of_generate(settings):
+    target, draft, _ = uneven()
+    ids = torch.tensor([[3, 4, 7], [9, 2, 8]])
+    got = speculative_generate(target, ids, assistant_model=draft, **settings)
+    assert torch.equal(got, target.generate(ids, **settings))
+
+
+# -- random streams
+
+
+@pytest.mark.parametrize("eos", [None, 6])
+def test_a_row_does_not_depend_on_its_batch(eos):
+    """FlashInfer #4861 and vLLM #10863, in the loop: rows of many lengths, ends and strengths, alone, permuted, together."""
+    target, draft, prompts = uneven(noise=2.0)
+    prompts, seeds = prompts * 3, list(range(12))
+    delta = torch.linspace(0, 0.5, 12)
+    settings = {"max_new_tokens": 20, "eos_token_id": eos, "do_sample": True, "min_p": 0.01}
+
+    def tokens(rows):
+        chosen = [prompts[r] for r in rows]
+        out = run(target, draft, chosen, seed=[seeds[r] for r in rows], rule=Cactus(delta[list(rows)]), **settings)
+        return outputs(out, chosen)
+
+    together = tokens(range(12))
+    assert eos is None or len({len(t) for t in together}) > 2
+    assert together[:4] != together[4:8]
+    assert [tokens([r])[0] for r in range(12)] == together
+    order = [5, 0, 11, 3, 9, 1, 10, 2, 8, 4, 7, 6]
+    assert tokens(order) == [together[r] for r in order]
+
+
+def test_an_int_seed_gives_each_row_its_stream():
+    target, draft, prompts = uneven()
+    settings = {"max_new_tokens": 10, "do_sample": True}
+    mine = philox.request_seeds(9, 4, torch.device("cpu"))
+    one, listed, tensor, other = (
+        run(target, draft, prompts, seed=seed, **settings).sequences for seed in (9, mine.tolist(), mine, 10)
+    )
+    assert torch.equal(one, listed) and torch.equal(one, tensor) and not torch.equal(one, other)
+
+
+def test_without_a_seed_set_seed_decides():
+    target, draft, prompts = uneven()
+    got = []
+    for seed in (1, 1, 2):
+        set_seed(seed)
+        got.append(run(target, draft, prompts, max_new_tokens=10, do_sample=True).sequences)
+    assert torch.equal(got[0], got[1]) and not torch.equal(got[0], got[2])
+    assert not torch.equal(got[2], run(target, draft, prompts, max_new_tokens=10, do_sample=True).sequences)
+
+
+def test_the_seed_leaves_torchs_generator_alone():
+    target, draft, prompts = uneven()
+    before = torch.get_rng_state()
+    run(target, draft, prompts, max_new_tokens=10, do_sample=True, seed=3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_num_return_sequences_repeats_the_rows():
+    target, draft, prompts = uneven()
+    settings = {"max_new_tokens": 10, "do_sample": True, "seed": 4, "rule": Cactus(torch.arange(12) / 12)}
+    got = run(target, draft, prompts, num_return_sequences=3, **settings).sequences
+    expected = run(target, draft, [p for p in prompts for _ in range(3)], **settings).sequences
+    assert torch.equal(got, expected)
+    assert not torch.equal(got[0], got[1])
+
+
+# -- stopping criteria, streamers, what comes back
+
+
+class SumStops(StoppingCriteria):
+    """Stops a row where the sum of its text, which must have no padding, is a multiple of 7."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        assert (input_ids > 0).all()
+        return input_ids.sum(1) % 7 == 0
+
+
+@pytest.mark.parametrize("criterion", [SumStops(), MaxLengthCriteria(9)], ids=["sum", "length"])
+def test_stopping_criteria_do_not_overshoot(criterion):
+    target, draft, prompts = uneven()
+    prompts = [p for p in prompts if 0 not in p]
+    settings = {"max_new_tokens": 25, "stopping_criteria": StoppingCriteriaList([criterion])}
+    target.table[:, 0] = draft.table[:, 0] = -1e4
+    out = run(target, draft, prompts, **settings)
+    expected = plain(target, prompts, **settings)
+    assert outputs(out, prompts) == expected
+    assert {len(t) for t in expected} - {25} and max(map(max, out.stats.accepted_lengths)) > 1
+
+
+def test_max_time_stops_after_the_token_at_which_it_is_over():
+    target, draft, prompts = uneven()
+    out = run(target, draft, prompts, max_new_tokens=25, max_time=0.0)
+    assert out.stats.tokens == [1] * 4
+    start = time.perf_counter()
+    out = run(target, draft, [[3]], max_new_tokens=10**5, max_time=0.3)
+    assert 1 < out.stats.tokens[0] < 10**5 and time.perf_counter() - start < 5
+
+
+@pytest.fixture(scope="module")
+def bytes_tokenizer():
+    """A tokenizer with a token for each byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.mark.parametrize("where", ["keyword", "generation_config", "model"])
+def test_stop_strings(bytes_tokenizer, where):
+    a, b, c, d = (bytes_tokenizer.convert_tokens_to_ids(x) for x in "abcd")
+    V = len(bytes_tokenizer)
+    model = chain(V, (a, b), (b, c), (c, d), (d, a))
+    prompts = [[a], [b, b, c], [d]]
+    settings = {"max_new_tokens": 12}
+    if where == "keyword":
+        settings["stop_strings"] = ["cda", "zz"]
+    elif where == "generation_config":
+        settings["generation_config"] = GenerationConfig(stop_strings=["cda", "zz"])
+    else:
+        model.generation_config.stop_strings = ["cda", "zz"]
+    out = run(model, model, prompts, tokenizer=bytes_tokenizer, **settings)
+    assert outputs(out, prompts) == [[b, c, d, a], [d, a], [a, b, c, d, a]]
+    assert outputs(out, prompts) == plain(model, prompts, tokenizer=bytes_tokenizer, **settings)
+
+
+class Recorder:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self):
+        self.values, self.ended = [], 0
+
+    def put(self, value):
+        assert not self.ended
+        self.values.append(value.clone())
+
+    def end(self):
+        self.ended += 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"do_sample": True, "seed": 2}], ids=["greedy", "sampled"])
+def test_a_streamer_gets_the_prompt_once_and_every_token_that_comes_out(settings):
+    target, draft, prompts = uneven()
+    for prompt in prompts:
+        mine = Recorder()
+        out = run(target, draft, [prompt], max_new_tokens=20, eos_token_id=[6, 5], streamer=mine, **settings)
+        assert mine.ended == 1
+        assert mine.values[0].tolist() == [prompt]
+        assert all(value.shape == (1,) for value in mine.values[1:])
+        assert torch.cat([value.flatten() for value in mine.values]).tolist() == out.sequences[0].tolist()
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_stats_are_consistent(do_sample):
+    target, draft, prompts = uneven()
+    target.calls = draft.calls = 0
+    settings = {"max_new_tokens": 20, "eos_token_id": 6, "do_sample": do_sample, "num_assistant_tokens": 4}
+    out = run(target, draft, prompts, rule=Cactus(0.25), seed=1, **settings)
+    stats = out.stats
+    assert stats.rule == "cactus" and stats.strengths == [0.25]
+    assert stats.target_forwards == target.calls == max(stats.rounds)
+    assert draft.calls == sum(
+        max(
+            min(4, 19 - sum(lengths[:i]) - i)
+            for lengths, rounds in zip(stats.accepted_lengths, stats.rounds, strict=True)
+            if i < rounds
+        )
+        for i in range(stats.target_forwards)
+    )
+    width = max(map(len, prompts))
+    longest = out.sequences.shape[1] - width
+    for b in range(4):
+        tokens = out.sequences[b, width:].tolist()
+        end = tokens.index(6) + 1 if 6 in tokens else longest
+        assert stats.tokens[b] == end
+        assert stats.accepted[b] == sum(stats.accepted_lengths[b]) <= stats.drafted[b]
+        assert len(stats.accepted_lengths[b]) == stats.rounds[b]
+        # A round adds a token of its own to the accepted ones, unless it ended with an accepted EOS.
+        assert stats.accepted[b] + stats.rounds[b] - stats.tokens[b] in (0, 1)
+    assert stats.acceptance_rate == sum(stats.accepted) / sum(stats.drafted)
+    assert stats.tokens_per_forward == sum(stats.tokens) / sum(stats.rounds) > 1
+    assert min(stats.draft_seconds, stats.target_seconds, stats.verify_seconds) > 0
+    assert stats.to_dict()["accepted_lengths"] == stats.accepted_lengths
+
+
+def test_what_comes_back_is_what_generate_returns():
+    target, draft, _ = uneven()
+    ids = torch.tensor([[3, 4], [9, 2]])
+    for settings in ({}, {"return_dict_in_generate": True}):
+        got = speculative_generate(target, ids, assistant_model=draft, max_new_tokens=5, **settings)
+        expected = target.generate(ids, max_new_tokens=5, **settings)
+        if settings:
+            assert isinstance(got, GenerateDecoderOnlyOutput) and list(got.keys()) == ["sequences", "stats"]
+            got, expected = got["sequences"], expected["sequences"]
+        assert torch.equal(got, expected) and got.dtype == expected.dtype
+
+
+@pytest.mark.parametrize("as_config", [False, True])
+def test_what_the_caller_gave_is_left_as_it_was(as_config):
+    target, draft, _ = uneven()
+    ids, mask = torch.tensor([[0, 4], [9, 2]]), torch.tensor([[0, 1], [1, 1]])
+    seed, delta = torch.tensor([1, 2]), torch.tensor([0.5, 1.0])
+    processors, criteria = LogitsProcessorList([hf.MinPLogitsWarper(0.05)]), StoppingCriteriaList([SumStops()])
+    config = GenerationConfig(
+        max_new_tokens=8, do_sample=True, pad_token_id=0, repetition_penalty=1.2, suppress_tokens=[0]
+    )
+    kwargs = {"generation_config": config} if as_config else config.to_diff_dict()
+    kwargs.pop("transformers_version", None)
+    kwargs |= {"attention_mask": mask, "logits_processor": processors, "stopping_criteria": criteria, "seed": seed}
+
+    def state():
+        tensors = (ids, mask, seed, delta, target.table.detach(), draft.table.detach())
+        configs = (config, target.config, draft.config, target.generation_config, draft.generation_config)
+        return (
+            [t.tolist() for t in tensors], [c.to_dict() for c in configs], list(kwargs), list(processors),
+            list(criteria), target.training, draft.training, {k: v for k, v in kwargs.items() if k not in ("seed",)}.keys(),
+        )  # fmt: skip
+
+    before = copy.deepcopy(state()[:2]), state()[2:]
+    first = speculative_generate(target, ids, assistant_model=draft, rule=Cactus(delta), **kwargs)
+    assert (state()[:2], state()[2:]) == before
+    assert torch.equal(first, speculative_generate(target, ids, assistant_model=draft, rule=Cactus(delta), **kwargs))
+
+
+# -- bad scores
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf], ids=["nan", "inf"])
+@pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
+@pytest.mark.parametrize("who", ["target", "draft"])
+def test_bad_scores_are_an_error_that_names_the_requests(who, do_sample, bad):
+    """vLLM #53029, FlashInfer #2456."""
+    if bad == torch.inf and not do_sample:
+        pytest.skip("an infinite score has an arg max")
+    models = {name: chain(8, (2, 3), (3, 4), (4, 5), (5, 6), (6, EOS)) for name in ("target", "draft")}
+    models[who].table[5, 7] = bad
+    prompts = [[2], [7], [3], [EOS]]
+    with pytest.raises(ValueError, match=r"requests \[0, 2\]|requests \[2\]"):
+        run(models["target"], models["draft"], prompts, max_new_tokens=9, do_sample=do_sample)
+
+
+@pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])
+@pytest.mark.parametrize("who", ["target", "draft"])
+def test_bad_scores_of_rows_that_have_ended_do_not_matter(who, do_sample):
+    models = {name: chain(8, (2, EOS), (EOS, 5), (3, 4), (4, 6)) for name in ("target", "draft")}
+    for token in (EOS, 5):
+        models[who].table[token] = torch.nan
+    prompts = [[2], [3, 3]]
+    # With one draft a round, EOS is the target's to say, or stands at the end of the block.
+    for num_assistant_tokens in (1, 5):
+        out = run(
+            models["target"], models["draft"], prompts, max_new_tokens=9, eos_token_id=EOS, do_sample=do_sample,
+            num_assistant_tokens=num_assistant_tokens,
+        )  # fmt: skip
+        assert outputs(out, prompts) == [[EOS], [4] + [6] * 8]
