@@ -24,7 +24,7 @@ setup(
         'triton>=3.2; platform_system == "Linux"',
         "transformers>=5.0",
         "safetensors",
-        "typer>=0.12",
+        "typer>=0.16",
         "rich>=13",
     ],
     extras_require={

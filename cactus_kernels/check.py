@@ -118,7 +118,7 @@ def to_device(value, device):
 
 def describe(case):
     """One line on what a case is made of."""
-    tensors = {k: v for k, v in case.items() if isinstance(v, torch.Tensor) and v.dim() > 1 or k == "draft_token_ids"}
+    tensors = {k: case[k] for k in ("target_probs", "draft_probs", "draft_token_ids") if case[k] is not None}
     shapes = [f"{k} {str(v.dtype).removeprefix('torch.')} {list(v.shape)} {v.stride()}" for k, v in tensors.items()]
     return ", ".join([*shapes, f"rule {case['rule']}", f"seed {case['seed']}", f"offset {case['offset']}"])
 

@@ -301,7 +301,7 @@ def _print_comparison(results, speeds, settings, why_slower):
     notes.append("All are timed to the same number of tokens, past the end of the text.")
     if settings["delta"]:
         notes.append("sps follows the target's distribution, as plain decoding does; cactus is lossy.")
-    console.print("\n" + " ".join(notes))
+    console.print("\n" + "\n".join(notes))
     if why_slower:
         console.print(f"\n{why_slower}")
 

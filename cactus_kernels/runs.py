@@ -103,7 +103,7 @@ class Run:
     @property
     def acceptance_rate(self) -> float | None:
         """None where nothing was drafted."""
-        return self.stats.acceptance_rate if self.stats and sum(self.stats.drafted) else None
+        return self.stats and self.stats.acceptance_rate
 
     @property
     def time_split(self) -> dict[str, float]:
@@ -122,7 +122,7 @@ class Run:
             "tokens_per_second": self.tokens_per_second,
             "tokens_per_forward": self.tokens_per_forward,
             "acceptance_rate": self.acceptance_rate,
-            "stats": self.stats and self.stats.to_dict() | {"acceptance_rate": self.acceptance_rate},
+            "stats": self.stats and self.stats.to_dict(),
         }
 
 

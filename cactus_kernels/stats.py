@@ -45,14 +45,14 @@ class Stats:
         self.accepted_lengths[request].append(accepted)
 
     @property
-    def acceptance_rate(self) -> float:
-        """Accepted over drafted tokens, of all requests; NaN if nothing was drafted."""
-        return sum(self.accepted) / sum(self.drafted) if sum(self.drafted) else float("nan")
+    def acceptance_rate(self) -> float | None:
+        """Accepted over drafted tokens, of all requests; None if nothing was drafted."""
+        return sum(self.accepted) / sum(self.drafted) if sum(self.drafted) else None
 
     @property
-    def tokens_per_forward(self) -> float:
-        """Tokens a request got from one forward pass of the target, on average; plain decoding has 1."""
-        return sum(self.tokens) / sum(self.rounds) if sum(self.rounds) else float("nan")
+    def tokens_per_forward(self) -> float | None:
+        """Tokens a request got from one forward pass of the target, on average; plain decoding has 1. None before any."""
+        return sum(self.tokens) / sum(self.rounds) if sum(self.rounds) else None
 
     def to_dict(self) -> dict:
         """Everything above, ready for JSON."""

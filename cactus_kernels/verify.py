@@ -186,7 +186,7 @@ def choose_backend(backend, device):
     """The function that runs a batch on `device`. Raises RuntimeError where the backend cannot be had."""
     if backend not in (None, "torch", "triton"):
         raise ValueError(f"backend must be 'triton', 'torch' or None, got {backend!r}")
-    if backend == "torch" or (backend is None and device.type == "cpu"):
+    if backend == "torch" or (backend is None and device.type != "cuda"):
         return verify_torch.verify
     try:
         from . import verify_triton

@@ -91,7 +91,7 @@ def verify(inputs, out, scratch=None):
             bad = bad | bad_row(p) if tokens is None else None
             k = p.shape[1]
             w = (w - p if k == w.shape[1] else torch.cat([w[:, :k] - p, w[:, k:]], dim=1)).clamp_(min=0)
-        return w if tokens is None else torch.where(tokens == n[r, None], 0.0, w), bad
+        return w if tokens is None else torch.where((tokens == n[r, None]) | (tokens >= V), 0.0, w), bad
 
     sums = torch.zeros((B, race_torch.num_chunks(V)), dtype=torch.int64, device=device)
 

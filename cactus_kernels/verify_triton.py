@@ -97,7 +97,7 @@ def _sums(
     q_row, p_row, first, q_end, p_end, q_n, p_n, strengths, H: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
     WARPS: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr, VEC: tl.constexpr
 ):  # fmt: skip
-    """Sums over the same STEP tokens of WARPS chunks, `first` being the first: int64 [WARPS], and of what is bad [WARPS, LANES]."""
+    """STEP tokens of each of WARPS chunks, `first` being the first: their sums int64 [WARPS], bad ones int32 [WARPS, LANES]."""
     # The order of the axes makes triton give a lane VEC neighbours and a warp one chunk, so that no warp waits for another.
     repeat = tl.arange(0, STEP // (LANES * VEC))[:, None, None, None] * (LANES * VEC)
     warp = tl.arange(0, WARPS)[None, :, None, None] * CHUNK
@@ -116,6 +116,8 @@ def _sums(
     if KIND == RESIDUAL:
         bad = bad | _is_bad(p)
     weights = _fixed_weight(q, p, q_n, p_n, strengths, H, KIND)
+    if MASKED:
+        weights = tl.where(token < q_end - first, weights, 0)  # a rule may give mass to tokens without any
     return tl.sum(tl.sum(tl.sum(weights, 3), 0), 1), tl.sum(tl.sum(bad.to(tl.int32), 3), 0)
 
 
@@ -214,7 +216,7 @@ def verify_kernel(
         if (PER_REQUEST >> k) & 1:
             s = tl.load(s + request)
             bad_request |= ((s >= 0.0) & (s < float("inf"))) == 0
-        values = values + (s,)
+        values = values + (s,)  # noqa: RUF005 (triton has no starred tuples)
     start = wide * 0
     length = start + m
     if cu_draft_tokens is not None:

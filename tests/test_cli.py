@@ -430,10 +430,10 @@ def test_check_on_a_cpu_says_what_it_cannot_check(command, monkeypatch):
 
 
 def test_check_finds_a_wrong_law(command, monkeypatch):
-    """The deliberate error: acceptance uniforms that end at 0.9."""
+    """The deliberate error: acceptance uniforms that end at 1/2."""
     uniform = philox.uniform
-    monkeypatch.setattr(philox, "uniform", lambda *words: 0.9 * uniform(*words))
-    code, out, _ = command("check", "--minutes", "0.05", "--backend", "torch", "--seed", "5")
+    monkeypatch.setattr(philox, "uniform", lambda *words: 0.5 * uniform(*words))
+    code, out, _ = command("check", "--minutes", "0.001", "--backend", "torch", "--seed", "5")
     assert code == 1 and "ok" not in out.split()
     assert "failed: law of sps, V = 7: " in out and "failed: law of cactus 0.5, V = 7: " in out
     assert out.count("again with --seed 5") >= 2 and "failed: law of draw" not in out
