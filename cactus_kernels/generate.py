@@ -311,7 +311,9 @@ class _Decoder:
         logits = model(tokens, positions, length=length, logits_to_keep=keep)
         if model is self.assistant and self.draft_vocab_size != self.vocab_size:
             pad = self.vocab_size - logits.shape[-1]
-            logits = torch.nn.functional.pad(logits, (0, pad), value=-torch.inf)
+            # Not -inf: where processors leave nothing but tokens that the draft cannot say, it says any of those.
+            value = max(-1e30, torch.finfo(logits.dtype).min)
+            logits = torch.nn.functional.pad(logits, (0, pad), value=value)
         lengths = [n if r else None for n, r in zip(batch.length, batch.remaining, strict=True)]
         return self.processors(logits, batch.text, lengths, batch.drafts, ahead)
 

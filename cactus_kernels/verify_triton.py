@@ -153,7 +153,9 @@ def _scan(
     TAILS: tl.constexpr = CHUNK // TAIL
     for t in range(full * TAILS, rounds * TAILS):
         token = (first + t // TAILS * WARPS) * CHUNK + (t - t // TAILS * TAILS) * TAIL
-        s, b = _sums(q_row, p_row, token, q_end, p_end, q_n, p_n, strengths, H, KIND, True, WARPS, LANES, TAIL, TAIL_VEC)
+        s, b = _sums(
+            q_row, p_row, token, q_end, p_end, q_n, p_n, strengths, H, KIND, True, WARPS, LANES, TAIL, TAIL_VEC
+        )
         sums += tl.where(column == t // TAILS, s[:, None], 0)
         bad += b
     chunk = first + column * WARPS + tl.arange(0, WARPS)[:, None]

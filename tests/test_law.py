@@ -72,7 +72,7 @@ def test_a_wrong_recovery_weight_is_caught(V, monkeypatch):
 
 
 def test_a_bonus_token_follows_the_target():
-    p, q = pair(37)
+    _, q = pair(37)
     out = verify(q.expand(DRAWS, 1, 37), None, torch.zeros(DRAWS, 0, dtype=torch.int64), "sps", seed=5, offset=0)
     assert p_value(out.token_ids[:, 0], q.double().numpy()) > exact.FALSE_ALARM
 

@@ -5,6 +5,7 @@ rows of logits (FlashInfer #1178) are tested as the probabilities that they beco
 unequal models are tests of the loop, in test_generate.py and test_cache.py.
 """
 
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -167,9 +168,8 @@ def fuzzed(rng):
     spread = float(rng.choice([0.5, 2.0, 6.0]))
     logits = spread * torch.randn((N + B, max(V, draft_size)), generator=generator)
     request = np.repeat(np.arange(B), lengths)
-    of_drafts = logits[torch.as_tensor(np.arange(N) + request)] + 0.7 * torch.randn(
-        (N, logits.shape[1]), generator=generator
-    )
+    noise = float(rng.choice([0.5, 2.0, 5.0])) * torch.randn((N, logits.shape[1]), generator=generator)
+    of_drafts = logits[torch.as_tensor(np.arange(N) + request)] + noise
     target = logits[:, :V].softmax(-1).to(DTYPES[dtypes[0]])
     draft = of_drafts[:, :draft_size].softmax(-1).to(DTYPES[dtypes[1]]) if rng.random() < 0.8 else None
     source = target[:N] if draft is None else draft
@@ -232,8 +232,8 @@ def test_fuzzed_batches_are_verified_as_written_plainly(backend):
 
 
 def batch_of_three(where):
-    """Three requests of three drafts. In the middle one two are accepted, then `where` says what comes:
-    "rejected" at the third, or "bonus". Returns target, draft, ids, and the tokens without anything bad."""
+    """Three requests of three drafts: target, draft, ids. The middle one's third draft is rejected, or if `where` is
+    "bonus" accepted as the others."""
     V = 2050
     target, draft, ids = random_batch(3, 3, V, seed=4)
     ids[1] = torch.tensor([5, 1500, 7])
@@ -244,6 +244,13 @@ def batch_of_three(where):
     if where == "rejected":
         target[1, 2, 7] = 0
     return target, draft, ids
+
+
+@cache
+def without_bad_values(where, backend):
+    out = run(*batch_of_three(where), Cactus(0.1), backend=backend)
+    assert out.valid.all() and out.num_accepted[1] == (2 if where == "rejected" else 3)
+    return out
 
 
 SPOTS = {
@@ -263,8 +270,7 @@ SPOTS = {
 @pytest.mark.parametrize(("kind", "rows", "position", "token", "accepted"), SPOTS.values(), ids=SPOTS)
 def test_a_bad_value_stops_its_request_alone(backend, kind, rows, position, token, accepted, value):
     target, draft, ids = batch_of_three(kind)
-    clean = run(target, draft, ids, Cactus(0.1), backend=backend)
-    assert clean.valid.all() and clean.num_accepted[1] == (2 if kind == "rejected" else 3)
+    clean = without_bad_values(kind, backend)
     {"target": target, "draft": draft}[rows][1, position, token] = value
     out = run(target, draft, ids, Cactus(0.1), backend=backend)
     assert out.valid.tolist() == [True, False, True]
@@ -279,10 +285,10 @@ def test_a_bad_value_stops_its_request_alone(backend, kind, rows, position, toke
 @pytest.mark.parametrize("bad_id", [2050, 2051, 2**31 - 1, -2, -(2**31)])
 def test_an_id_outside_the_vocabulary_stops_its_request_alone(backend, bad_id):
     target, draft, ids = batch_of_three("bonus")
-    clean = run(target, draft, ids, backend=backend)
+    clean = without_bad_values("bonus", backend)
+    ids[1, 2] = bad_id
     for dtype in (torch.int32, torch.int64):
-        ids[1, 2] = bad_id
-        out = run(target, draft, ids.to(dtype), backend=backend)
+        out = run(target, draft, ids.to(dtype), Cactus(0.1), backend=backend)
         assert out.valid.tolist() == [True, False, True] and out.num_accepted[1] == 2
         assert out.token_ids[1].tolist() == [5, 1500, -1, -1]
         assert torch.equal(out.token_ids[[0, 2]].long(), clean.token_ids[[0, 2]])
@@ -423,10 +429,10 @@ def test_a_residual_of_nothing_and_nothing_else_is_invalid(backend):
 
 
 def test_the_drafted_token_is_never_recovered(backend):
-    """Also where rounding makes its residual positive: p_n is far below h_n in the row, and the draft a one-hot one."""
     V = 1100
-    target, draft, _ = random_batch(some(backend, 320), 1, V)
+    target, draft, _ = random_batch(some(backend, 160), 1, V)
     ids = target[:, 0].argmax(-1, keepdim=True)
+    draft = (0.1 * draft).scatter_add(2, ids[:, None], torch.full((len(ids), 1, 1), 0.9))
     for p in (draft, None):
         out = run(target, p, ids, backend=backend, seed=3)
         rejected = out.num_accepted == 0
@@ -481,7 +487,7 @@ def test_a_token_that_the_target_excludes_is_rejected_whatever_the_words(backend
         assert out.num_accepted.tolist() == [0] and out.token_ids[0, 0] in (1, 2) and out.valid.all()
 
 
-@pytest.mark.parametrize("V", [1, 3, 1024, 1025, 2500])
+@pytest.mark.parametrize("V", [1, 3, 1025])
 def test_excluded_tokens_never_come_out_whatever_the_words(backend, constant_words, V):
     """SGLang #33423: u = 1 picked a masked token. llama.cpp #28158: the size of the vocabulary came back as an id."""
     allowed = torch.zeros(V)
@@ -494,7 +500,7 @@ def test_excluded_tokens_never_come_out_whatever_the_words(backend, constant_wor
     assert out.token_ids.tolist() == expected and out.valid.all()
 
 
-@pytest.mark.parametrize("V", [5, 1024, 3000])
+@pytest.mark.parametrize("V", [5, 3000])
 def test_ids_are_inside_the_vocabulary_whatever_the_words(backend, constant_words, V):
     """Equal weights and equal words are a tie, which the lowest id wins (lattice #280)."""
     q = torch.full((1, 2, V), 1 / V)
@@ -561,10 +567,10 @@ def test_permuting_requests_permutes_results(backend):
 
 def test_a_request_does_not_depend_on_its_neighbours(backend):
     """vLLM #10863."""
-    target, draft, ids = random_batch(5, 3, 1500)
-    seed = torch.arange(5) + 50
+    target, draft, ids = random_batch(3, 3, 1500)
+    seed = torch.arange(3) + 50
     together = run(target, draft, ids, Cactus(0.2), backend=backend, seed=seed, offset=3)
-    for b in range(5):
+    for b in range(3):
         one = slice(b, b + 1)
         alone = run(target[one], draft[one], ids[one], Cactus(0.2), backend=backend, seed=seed[one], offset=3)
         assert torch.equal(alone.token_ids[0], together.token_ids[b])
@@ -576,7 +582,7 @@ def test_a_position_is_verified_as_if_alone_at_its_own_offset(backend, offset):
     target, draft, ids = random_batch(some(backend, 128), 4, 50, noise=0.6)
     whole = run(target, draft, ids, backend=backend, seed=1, offset=offset)
     assert len(whole.num_accepted.unique()) > 1
-    for j in range(4):
+    for j in (1, 3):
         at = (offset + j + 2**63) % 2**64 - 2**63
         alone = run(target[:, j : j + 2], draft[:, j : j + 1], ids[:, j : j + 1], backend=backend, seed=1, offset=at)
         reached = whole.num_accepted >= j
@@ -588,8 +594,8 @@ def test_a_position_is_verified_as_if_alone_at_its_own_offset(backend, offset):
 def test_offsets_give_other_words(backend):
     probs = random_rows(1, 1, 300, sharpness=0.5)
     none = torch.zeros(1, 0, dtype=torch.int64)
-    got = {int(run(probs, None, none, backend=backend, offset=i).token_ids[0, 0]) for i in range(12)}
-    assert len(got) > 8
+    got = {int(run(probs, None, none, backend=backend, offset=i).token_ids[0, 0]) for i in range(8)}
+    assert len(got) > 5
 
 
 # -- layouts
@@ -687,7 +693,7 @@ def test_a_shorter_vocabulary_is_zero_beyond_its_end(backend, V, draft_size):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_any_stride_gives_the_same(backend, dtype):
     """Rows repeated with stride 0, rows apart, starts that are not aligned, sliced ids."""
-    B, m, V = 4, 2, 1100
+    B, m, V = 2, 2, 1100
     target, draft, ids = random_batch(1, m, V)
     target, draft = target.to(dtype), draft.to(dtype)
     whole = run(target.repeat(B, 1, 1), draft.repeat(B, 1, 1), ids.repeat(B, 1), Cactus(0.2), backend=backend)
