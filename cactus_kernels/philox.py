@@ -112,7 +112,9 @@ def exponential(r0, r1):
 
 
 def _numpy(x):
-    return x.cpu().numpy() if isinstance(x, torch.Tensor) else np.asarray(x, dtype=np.int64)
+    if not isinstance(x, torch.Tensor):
+        return np.asarray(x, dtype=np.int64)
+    return (x if x.device.type == "cpu" else x.cpu()).numpy()
 
 
 def _tensor(array, like):

@@ -80,14 +80,15 @@ def verify(inputs, out, scratch=None):
     # 3. Sum the weights of the one row pair that a token is drawn from, chunk by chunk.
     def weights(kind, r, tokens=None):
         """Weights of requests r: of whole rows [R, V], and which have bad entries; or of `tokens` [R, K], with 0 at n."""
-        q = target.whole(r, stop[r]) if tokens is None else target.at(r[:, None], stop[r][:, None], tokens)
+        at = request[r], stop[r]
+        q = target.whole(*at) if tokens is None else target.at(*(x[:, None] for x in at), tokens)
         bad = bad_row(q) if tokens is None else None
         if kind == TARGET:
             return q, bad
         of_r = [s[r] if isinstance(s, torch.Tensor) else s for s in strengths]
         w = inputs.rule.h(q, q_n[r, None], p_n[r, None], False, None, *of_r)
         if kind == RESIDUAL and draft is not None:
-            p = draft.whole(r, stop[r])[:, :V] if tokens is None else draft.at(r[:, None], stop[r][:, None], tokens)
+            p = draft.whole(*at)[:, :V] if tokens is None else draft.at(*(x[:, None] for x in at), tokens)
             bad = bad | bad_row(p) if tokens is None else None
             k = p.shape[1]
             w = (w - p if k == w.shape[1] else torch.cat([w[:, :k] - p, w[:, k:]], dim=1)).clamp_(min=0)
@@ -96,13 +97,14 @@ def verify(inputs, out, scratch=None):
     sums = torch.zeros((B, race_torch.num_chunks(V)), dtype=torch.int64, device=device)
 
     def scan(kind, requests):
-        for r in requests.split(max(1, GROUP // V)) if len(requests) else ():
+        for r in _groups(requests, B, max(1, GROUP // V)):
             w, bad = weights(kind, r)
-            sums[r] = race_torch.chunk_sums(w)
+            s = race_torch.chunk_sums(w)
             if kind != TARGET:
                 # Integers: taking the drafted token's weight off is the same as never adding it.
-                k = (n[r] < V).nonzero().squeeze(1)
-                sums[r[k], n[r[k]] // race_torch.CHUNK] -= (w[k, n[r[k]]] * race_torch.ONE).long()
+                k = n[r, None].clamp(max=V - 1)
+                s.scatter_add_(1, k // race_torch.CHUNK, -(w.gather(1, k) * race_torch.ONE).long() * (n[r, None] < V))
+            sums[r] = s
             valid[r] &= ~bad
 
     kinds = {TARGET: (valid & ~rejected).nonzero().squeeze(1), RESIDUAL: (valid & rejected).nonzero().squeeze(1)}
@@ -119,8 +121,8 @@ def verify(inputs, out, scratch=None):
     # 4. The race between chunks, then between the tokens of the winning chunk.
     def token_weights(tokens):
         w = torch.zeros(tokens.shape, device=device)
-        for kind, r in kinds.items():
-            if len(r):
+        for kind, requests in kinds.items():
+            for r in _groups(requests, B, B):
                 w[r] = weights(kind, r, tokens[r])[0]
         return w
 
@@ -170,6 +172,13 @@ def bad_prob(x):
 def bad_row(x):
     """Which rows of x [R, K] hold a bad probability: bool [R]."""
     return ~((x.amin(1) >= 0) & (x.amax(1) <= MAX_PROB))
+
+
+def _groups(requests, batch_size, size):
+    """Indices of requests, at most `size` at a time; a slice where they are the whole batch, which costs no copies."""
+    if not len(requests):
+        return ()
+    return (slice(None),) if len(requests) == batch_size <= size else requests.split(size)
 
 
 def _per_request(inputs):
