@@ -49,10 +49,11 @@ def fuzz_case(seed):
     ids = torch.multinomial(drawn_from + 1e-12, 1, generator=generator).squeeze(1) if N else torch.zeros(0).long()
     if N and rng.random() < 0.3:
         ids[rng.randrange(N)] = rng.choice((-1, -1, -2, V - 1, V, V_draft, max(V, V_draft), 2**31 - 1, -(2**31)))
-    for rows, odds in ((target, 0.3), (draft, 0.15)):
+    drafted = dict(zip(of_target, ids.tolist(), strict=True))
+    for rows, tokens, odds in ((target, drafted, 0.35), (draft, dict(enumerate(ids.tolist())), 0.15)):
         if len(rows) and rng.random() < odds:
             for _ in range(rng.randint(1, 3)):
-                _spoil(rows, ids, rng)
+                _spoil(rows, tokens, rng)
 
     ids = ids.to(rng.choice((torch.int32, torch.int64)))
     target, draft = target.to(rng.choice(DTYPES)), draft.to(rng.choice(DTYPES))
@@ -127,7 +128,7 @@ def _rows(count, V, rng, generator):
     """Probability rows of different kinds, fp32 [count, V]."""
     rows = torch.empty(count, V)
     for row in rows:
-        kind = rng.choice(("flat", "flat", "peaked", "sparse", "uniform", "certain"))
+        kind = rng.choice(("flat", "peaked", "sparse", "uniform", "few", "few", "certain"))
         row.copy_(torch.rand(V, generator=generator))
         if kind == "peaked":
             row.pow_(12)
@@ -135,23 +136,22 @@ def _rows(count, V, rng, generator):
             row.mul_(torch.rand(V, generator=generator) < 0.05)
         elif kind == "uniform":
             row.fill_(1)
-        elif kind == "certain":
+        elif kind in ("few", "certain"):
             row.fill_(0)
-        if row.sum() == 0:
-            row[rng.randrange(V)] = 1
+        for _ in range(3 if kind == "few" else 1 if row.sum() == 0 else 0):
+            row[rng.randrange(V)] = 0.1 + rng.random()
         row /= row.sum()
     return rows
 
 
-def _spoil(rows, ids, rng):
-    """Overwrite an entry, or all of a row, with something bad or odd."""
-    r = rng.randrange(len(rows))
-    n = ids[min(r, len(ids) - 1)].item() if len(ids) else 0
-    column = rng.choice((0, rows.shape[1] - 1, rng.randrange(rows.shape[1]), min(max(n, 0), rows.shape[1] - 1)))
+def _spoil(rows, drafted, rng):
+    """Overwrite an entry, or all of a row, with something bad or odd. drafted: {row: token}."""
+    r, V = rng.randrange(len(rows)), rows.shape[1]
+    n = min(max(drafted.get(r, 0), 0), V - 1)
     if rng.random() < 0.2:
         rows[r] = rng.choice((0.0, 0.0, float("nan")))
     else:
-        rows[r, column] = rng.choice(BAD_PROBS + ODD_PROBS)
+        rows[r, rng.choice((0, V - 1, rng.randrange(V), n, n))] = rng.choice(rng.choice((BAD_PROBS, ODD_PROBS)))
 
 
 def _rule(B, rng):
