@@ -62,7 +62,7 @@ def test_version_and_licence_agree_everywhere():
 
 def test_ci_runs_the_command_that_the_readme_names():
     """.ci/run reads the README's test command by its beginning; it is one line, and ends in the fast tier."""
-    assert re.findall(r'^ *pip install "\.\[test\]".*$', README, re.M) == ['    pip install ".[test]" && pytest']
+    assert re.findall(r'^ *pip install "\.\[test\]".*$', README, re.M) == ['    pip install ".[test]" && pytest -n auto']
 
 
 def test_the_readme_example_runs():
