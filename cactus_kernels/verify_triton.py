@@ -293,8 +293,10 @@ def verify_kernel(
         tl.store(num_accepted + wide * strides[8], stop.to(tl.int32))
         tl.store(valid + wide * strides[9], ok)
         to = token_ids + wide * strides[6]
-        ids = tl.load(draft_token_ids + wide * strides[4] + row * strides[5], mask=j < stop, other=-1)
-        tl.store(to + j * strides[7], ids.to(token_ids.dtype.element_ty), mask=(j <= m) & (j != tl.where(ok, stop, -1)))
+        kept = tl.load(draft_token_ids + wide * strides[4] + row * strides[5], mask=j < stop, other=-1)
+        tl.store(
+            to + j * strides[7], kept.to(token_ids.dtype.element_ty), mask=(j <= m) & (j != tl.where(ok, stop, -1))
+        )
         chunk = (word & LOWEST) ^ LOWEST
         q_end, p_end = tl.where(ok, V, 0), tl.where(ok, p_end, 0)
         w = _chunk_weights(q_row, p_row, drafted, chunk, q_end, p_end, values, H, RESIDUE)
@@ -350,7 +352,7 @@ def _launch(inputs, out, scratch, splits, num_warps):
     strengths = inputs.rule.strengths
     num_warps = num_warps or NUM_WARPS
     item = min(t.element_size() for t in rows)
-    lanes = 32 if INTERPRETED else triton.runtime.driver.active.get_current_target().warp_size
+    lanes = _lanes()
     aligned = all(x * t.element_size() % 16 == 0 for t in rows for x in t.stride()[:-1])
     aligned &= all(t.data_ptr() % 16 == 0 for t in rows)
 
@@ -375,6 +377,12 @@ def _launch(inputs, out, scratch, splits, num_warps):
             STEP=lanes * 8, VEC=16 // item if aligned else 1, num_warps=num_warps,
             enable_fp_fusion=False,
         )  # fmt: skip
+
+
+@functools.cache
+def _lanes():
+    """Threads of a warp."""
+    return 32 if INTERPRETED else triton.runtime.driver.active.get_current_target().warp_size
 
 
 @functools.cache

@@ -17,6 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from cactus_kernels import Cactus, VerifyOutput, rows
+from cactus_kernels.rules import Rule, SpS, m
+from cactus_kernels.verify import Inputs
+
 TARGETS = {
     "sm_80": ("cuda", 80, 32),
     "sm_90": ("cuda", 90, 32),
@@ -29,11 +33,15 @@ LAYOUTS = {"aligned": (151_936, 151_936), "odd, padded": (50_257, 50_264), "odd"
 # Of a vocabulary that takes many splits: one iteration reads a lane's 8 entries of a row at once, in two loops: of the row
 # pair after a rejection, of the target's row alone.
 WIDE_LOADS = {"fp32": 6, "bf16": 3, "fp16": 3}
-REGISTERS = 72  # on sm_90, for triton 3.9 and later: earlier ones reduce 64-bit sums by other instructions
+REGISTERS = 72  # on sm_90, for triton 3.9 and later: earlier ones reduce 64-bit sums by other instructions (3.6: 76)
 
 
 def version():
     return tuple(int(x) for x in importlib.metadata.version("triton").split(".")[:2])
+
+
+def measured(kernels):
+    return {name: kernel for name, kernel in kernels.items() if name not in WAYS}
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +73,7 @@ def compiled():
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_nothing_is_spilled(target, compiled):
-    for name, kernel in compiled(target).items():
+    for name, kernel in measured(compiled(target)).items():
         # The compiler may give up a register of the contiguous odd rows, outside the loops, for one more block at once.
         allowed = 16 if name.endswith("odd") else 0
         if version() >= (3, 9):
@@ -74,7 +82,7 @@ def test_nothing_is_spilled(target, compiled):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_aligned_rows_are_read_16_bytes_at_a_time(target, compiled):
-    kernels = compiled(target)
+    kernels = measured(compiled(target))
     assert len(kernels) == len(DTYPES) * len(LAYOUTS)
     for name, kernel in kernels.items():
         dtype, layout = name.split(", ", 1)
@@ -89,14 +97,67 @@ def test_aligned_rows_are_read_16_bytes_at_a_time(target, compiled):
 def test_registers(compiled):
     if version() < (3, 9):
         pytest.skip("holds from triton 3.9 on")
-    assert {name: k["registers"] for name, k in compiled("sm_90").items() if k["registers"] > REGISTERS} == {}
+    assert {name: k["registers"] for name, k in measured(compiled("sm_90")).items() if k["registers"] > REGISTERS} == {}
 
 
 @pytest.mark.parametrize("target", [t for t in TARGETS if t.startswith("sm")])
 def test_every_operation_is_rounded_on_its_own(target, compiled):
     """No fused multiply-add, no approximate division or root, no denormals flushed: else devices differ in last bits."""
+    if version() < (3, 6):
+        pytest.skip("before triton 3.6 sqrt_rn flushes denormals")
     for name, kernel in compiled(target).items():
         assert kernel["inexact"] == [], (name, kernel)
+
+
+def test_every_way_of_calling_compiles(compiled):
+    """The interpreter takes what the compiler refuses, such as a name that changes its type in a branch."""
+    kernels = compiled("sm_90")
+    assert len(kernels) == len(LAYOUTS) * len(DTYPES) + len(WAYS)
+
+
+class Mixture(Rule):
+    """A rule of a user's own, with two strengths."""
+
+    name = "mixture"
+
+    @staticmethod
+    def h(q, q_n, p_n, is_drafted, stat, a, b):
+        return m.where(is_drafted, m.maximum(q_n, a * p_n), q * m.div_rn(b, 2.0))
+
+    strengths = (0.5, torch.ones(2))
+
+
+def ways():
+    """Inputs of other kinds, by name."""
+    numbers, few = torch.zeros(2, dtype=torch.int64), torch.tensor([0, 3, 3], dtype=torch.int32)
+    V = 50_257
+    q, p, ids = torch.zeros(2, 4, V), torch.zeros(2, 3, V), torch.zeros(2, 3, dtype=torch.int64)
+    padded = {"target": q, "draft": p, "draft_token_ids": ids, "rule": SpS(), "seed": numbers, "offset": numbers}
+    padded |= {"cu_draft_tokens": None, "max_draft_tokens": 3, "batch_size": 2}
+    flat = padded | {"target": q.view(-1, V)[:5], "draft": p[0], "draft_token_ids": ids[0], "cu_draft_tokens": few}
+    return {
+        "flat": Inputs(**flat),
+        "flat, one-hot, int64 sums, int32 ids": Inputs(
+            **flat | {"draft": None, "cu_draft_tokens": few.long(), "draft_token_ids": ids[0].int()}
+        ),
+        "int seed and offset": Inputs(**padded | {"seed": 2**40, "offset": 1}),
+        "small int seed": Inputs(**padded | {"seed": 1, "offset": -(2**63)}),
+        "a strength for each request": Inputs(**padded | {"rule": Cactus(torch.ones(2))}),
+        "a rule of ones own": Inputs(**padded | {"rule": Mixture()}),
+        "two dtypes and two sizes": Inputs(**padded | {"target": q[..., :50_000].bfloat16()}),
+        "no drafts": rows._inputs(q[:, 0], 5, numbers),
+        "one token, one request": Inputs(
+            **padded | {"target": q[:1, :2, :1], "draft": p[:1, :1, :1], "draft_token_ids": ids[:1, :1]}
+            | {"seed": numbers[:1], "offset": numbers[:1], "max_draft_tokens": 1, "batch_size": 1}
+        ),
+        "64 drafts": Inputs(
+            **padded | {"target": torch.zeros(2, 65, 3000), "draft": torch.zeros(2, 64, 3000)}
+            | {"draft_token_ids": torch.zeros(2, 64, dtype=torch.int64), "max_draft_tokens": 64}
+        ),
+    }  # fmt: skip
+
+
+WAYS = ways()
 
 
 def compile_all(target):
@@ -104,8 +165,7 @@ def compile_all(target):
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    from cactus_kernels import Cactus, VerifyOutput, verify_triton
-    from cactus_kernels.verify import Inputs
+    from cactus_kernels import verify_triton
 
     class Driver:
         def get_current_target(self):
@@ -126,20 +186,21 @@ def compile_all(target):
 
     driver.set_active(Driver())
     kernel, verify_triton.verify_kernel = verify_triton.verify_kernel, Kernel()
-    B, m = 2, 4
-    numbers = torch.zeros(B, dtype=torch.int64)
-    out = VerifyOutput(
-        torch.zeros(B, m + 1, dtype=torch.int64), torch.zeros(B, dtype=torch.int32), torch.zeros(B).bool()
-    )
-    figures = {}
+    numbers = torch.zeros(2, dtype=torch.int64)
+    batches = {}
     for dtype_name, dtype in DTYPES.items():
         for layout, (V, stride) in LAYOUTS.items():
-            rows = [torch.zeros(B, k, stride, dtype=dtype)[..., :V] for k in (m + 1, m)]
-            ids = torch.zeros(B, m, dtype=torch.int64)
-            inputs = Inputs(*rows, ids, Cactus(0.5), numbers, numbers, None, m, B)
-            verify_triton.verify(inputs, out, numbers.new_zeros(B, 2))
-            asm = verify_triton.verify_kernel.compiled.asm
-            figures[f"{dtype_name}, {layout}"] = of_amd(asm["amdgcn"]) if "amdgcn" in asm else of_nvidia(asm)
+            q, p = (torch.zeros(2, k, stride, dtype=dtype)[..., :V] for k in (5, 4))
+            ids = torch.zeros(2, 4, dtype=torch.int64)
+            batches[f"{dtype_name}, {layout}"] = Inputs(q, p, ids, Cactus(0.5), numbers, numbers, None, 4, 2)
+    figures = {}
+    for name, inputs in (batches | (WAYS if target == "sm_90" else {})).items():
+        B, width = inputs.batch_size, inputs.max_draft_tokens + 1
+        ids = torch.zeros(B, width, dtype=inputs.draft_token_ids.dtype)
+        out = VerifyOutput(ids, torch.zeros(B, dtype=torch.int32), torch.zeros(B).bool())
+        verify_triton.verify(inputs, out, verify_triton.new_scratch(B, "cpu"))
+        asm = verify_triton.verify_kernel.compiled.asm
+        figures[name] = of_amd(asm["amdgcn"]) if "amdgcn" in asm else of_nvidia(asm)
     return figures
 
 
