@@ -21,7 +21,7 @@ setup(
     install_requires=[
         "numpy>=1.26",
         "torch>=2.6",
-        'triton>=3.2; platform_system == "Linux"',
+        'triton>=3.3; platform_system == "Linux"',
         "transformers>=5.0",
         "safetensors",
         "typer>=0.16",

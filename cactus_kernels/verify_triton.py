@@ -374,7 +374,7 @@ def _launch(inputs, out, scratch, splits, num_warps):
             PER_REQUEST=sum(1 << k for k, s in enumerate(strengths) if isinstance(s, torch.Tensor)),
             H=_jitted(inputs.rule.h), PICK_CHUNK=inputs.purposes[0], PICK_TOKEN=inputs.purposes[1],
             BLOCK_M=triton.next_power_of_2(inputs.max_draft_tokens + 1), WARPS=num_warps, LANES=lanes,
-            STEP=lanes * 8, VEC=16 // item if aligned else 1, num_warps=num_warps,
+            STEP=lanes * (8 if aligned else 4), VEC=16 // item if aligned else 1, num_warps=num_warps,
             enable_fp_fusion=False,
         )  # fmt: skip
 
