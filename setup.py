@@ -28,7 +28,14 @@ setup(
         "rich>=13",
     ],
     extras_require={
-        "test": ["pytest>=8", "pytest-benchmark>=4", "pytest-timeout>=2", "pytest-xdist>=3", "scipy>=1.11", "ruff>=0.9"],
+        "test": [
+            "pytest>=8",
+            "pytest-benchmark>=4",
+            "pytest-timeout>=2",
+            "pytest-xdist>=3",
+            "scipy>=1.11",
+            "ruff>=0.9",
+        ],
         "bench": ["pytest>=8", "pytest-benchmark>=4"],
         "plot": ["matplotlib>=3.8"],
     },

@@ -30,8 +30,13 @@ REFUSED = {
         "a quantized or offloaded cache cannot roll back here: leave it out",
     ),
 }
-# Keywords that carry tensors or modes which the loop has no use for.
-NOT_TAKEN = ("past_key_values", "cache", "inputs_embeds", "encoder_outputs", "custom_generate", "position_ids")
+# Keywords of `generate` that the loop would have to ignore.
+NOT_TAKEN = (
+    "inputs", "inputs_embeds", "past_key_values", "cache", "encoder_outputs", "custom_generate", "position_ids",
+    "force_words_ids", "constraints", "negative_prompt_ids", "negative_prompt_attention_mask", "labels", "logits_to_keep",
+    "prefill_chunk_size", "assistant_early_exit", "assistant_confidence_threshold", "num_assistant_tokens_schedule",
+    "assistant_lookbehind", "target_lookbehind", "is_assistant",
+)  # fmt: skip
 # Vocabularies of one tokenizer may be padded to different sizes, but not by more than this.
 MAX_PADDING = 1024
 
@@ -57,8 +62,8 @@ class Request:
 
 
 def check_request(
-    model, input_ids, assistant_model, rule, num_assistant_tokens, seed, generation_config, stopping_criteria, streamer,
-    tokenizer, assistant_tokenizer, kwargs,
+    model, input_ids, assistant_model, rule, num_assistant_tokens, seed, generation_config, logits_processor,
+    stopping_criteria, streamer, tokenizer, assistant_tokenizer, kwargs,
 ) -> Request:  # fmt: skip
     """Check the arguments of `speculative_generate`, which documents them. Raises TypeError or ValueError."""
     rule = resolve_rule(rule)
@@ -75,15 +80,19 @@ def check_request(
         value = getattr(generation_config, name, None)
         return getattr(model.generation_config, name, None) if value is None else value
 
+    for name in NOT_TAKEN:
+        if kwargs.get(name) is not None:
+            advice = "pass the prompt as input_ids" if name.startswith("inputs") else "leave it out"
+            raise ValueError(f"{name} is not taken by speculative_generate: {advice}")
+    for name, value in (("logits_processor", logits_processor), ("stopping_criteria", stopping_criteria)):
+        if value is not None and not isinstance(value, (list, tuple)):
+            raise TypeError(f"{name} must be a list, got {type(value).__name__}: wrap it in a list")
     _check_pair(model, assistant_model, tokenizer, assistant_tokenizer)
     input_ids = _check_input_ids(model, input_ids)
     for name, (refused, advice) in REFUSED.items():
         value = setting(name)
         if value is not None and refused(value):
             raise ValueError(f"{name}={value!r}: {advice}")
-    for name in NOT_TAKEN:
-        if kwargs.get(name) is not None:
-            raise ValueError(f"{name} is not taken by speculative_generate: leave it out")
     if kwargs.pop("synced_gpus", None):
         raise ValueError("synced_gpus=True is not offered: the loop runs on one process")
 

@@ -44,7 +44,9 @@ def speculative_generate(
 
     Batches of any size; each request accepts its own number of tokens and ends alone. The default rule is lossy: with
     `rule="sps"` sampled tokens follow the target exactly, with `do_sample=False` they are those of plain greedy decoding
-    whatever the rule. Processors and criteria are prepared by transformers, and shape draft and target alike.
+    whatever the rule (up to ties that a model's own rounding breaks: scoring several tokens at once differs in last bits,
+    which shows in bf16). Processors and criteria are prepared by transformers, and shape draft and target alike; those
+    that read the text are called for one row at a time, [1, L] without padding, as if it were generated alone.
 
     Args:
         model: the target, a decoder-only causal LM with eager or sdpa attention and a cache that can roll back.
@@ -52,8 +54,9 @@ def speculative_generate(
         assistant_model: the draft, of the same kind and with the same tokenizer.
         rule: a `Rule` such as `Cactus(0.75)`, or "sps" or "cactus" (delta 1).
         num_assistant_tokens: tokens drafted a round, 1 to 64.
-        seed: an int gives row r the stream (seed, r); a list or int64 tensor holds one seed a row; None draws one from
-            torch's generator. The same seed gives the same tokens, up to the rounding of the models' own products.
+        seed: an int gives row r the stream (seed, r), so that a row's tokens depend on its place; a list or int64 tensor
+            holds one seed a row (after num_return_sequences), and then they do not; None draws one from torch's generator.
+            The same seed gives the same tokens, up to the rounding of the models' own products.
         backend: as in `verify`.
         generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, streamer, **kwargs: as in
             `generate`, e.g. attention_mask, max_new_tokens, do_sample, temperature, top_k, top_p, min_p,
@@ -69,8 +72,8 @@ def speculative_generate(
         RuntimeError: the backend asked for is not to be had.
     """
     request = check_request(
-        model, input_ids, assistant_model, rule, num_assistant_tokens, seed, generation_config, stopping_criteria, streamer,
-        tokenizer, assistant_tokenizer, kwargs,
+        model, input_ids, assistant_model, rule, num_assistant_tokens, seed, generation_config, logits_processor,
+        stopping_criteria, streamer, tokenizer, assistant_tokenizer, kwargs,
     )  # fmt: skip
     choose_backend(backend, model.device)
 

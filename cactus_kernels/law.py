@@ -64,33 +64,42 @@ def acceptance(p, q, rule) -> float:
 
 def kl(a, b) -> float:
     """KL(a || b) in nats of two distributions [V]; infinite where a has mass and b has none."""
-    a, b = a.double(), b.double()
+    a, b = _pair(a, b)
     return float(torch.where(a > 0, a * (a / b).log(), 0.0).sum())
 
 
 def total_variation(a, b) -> float:
     """Total variation distance, half the sum of |a - b|, of two distributions [V]."""
-    return float((a.double() - b.double()).abs().sum() / 2)
+    a, b = _pair(a, b)
+    return float((a - b).abs().sum() / 2)
 
 
 def chi_square(a, b) -> float:
     """Chi-square divergence, the sum of (a - b)^2 / b, of two distributions [V]."""
-    a, b = a.double(), b.double()
+    a, b = _pair(a, b)
     return float(torch.where(a != b, (a - b) ** 2 / b, 0.0).sum())
+
+
+def _pair(p, q):
+    """Two distributions in float64, checked: one vector each, of one length, of probabilities that are not all 0."""
+    for name, x in (("first", p), ("second", q)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"the {name} distribution must be a tensor [V], got {type(x).__name__}")
+    if p.dim() != 1 or p.shape != q.shape:
+        raise ValueError(f"both distributions must have shape [V], got {tuple(p.shape)} and {tuple(q.shape)}")
+    p, q = p.double(), q.double()
+    for name, x in (("first", p), ("second", q)):
+        if not ((x >= 0) & (x <= 1.01)).all() or x.sum() == 0:
+            raise ValueError(f"the {name} distribution must hold probabilities, finite, in [0, 1] and not all 0")
+    return p, q
 
 
 def _evaluate(p, q, rule):
     """p, q, h_n(n) and s_n for every n, float64 [V]."""
     rule = resolve_rule(rule)
-    if p.dim() != 1 or p.shape != q.shape:
-        raise ValueError(f"p and q must both have shape [V], got {tuple(p.shape)} and {tuple(q.shape)}")
     if any(isinstance(s, torch.Tensor) for s in rule.strengths):
         raise ValueError(f"the law is that of one position: give {rule.name} a number, not one strength a request")
-    p, q = p.double(), q.double()
-    for name, x in (("p", p), ("q", q)):
-        if not ((x >= 0) & (x <= 1.01)).all() or x.sum() == 0:
-            raise ValueError(f"{name} must hold probabilities, finite, in [0, 1] and not all 0")
-    p, q = p.clamp(max=1), q.clamp(max=1)
+    p, q = (x.clamp(max=1) for x in _pair(p, q))
     h = rule.h(q, q, p, True, None, *rule.strengths)
     s = rule.h(torch.ones_like(q), q, p, False, None, *rule.strengths)
     return p, q, h, s

@@ -84,7 +84,9 @@ def verify(
     (Leviathan et al. 2023, arXiv 2211.17192; Cactus: arXiv 2604.04987).
 
     Rows are probabilities in fp32, bf16 or fp16, of any stride but contiguous in the vocabulary; target and draft may
-    differ in dtype and in padding of the vocabulary (the shorter is 0 beyond its end). Inputs are never written to.
+    differ in dtype and in padding of the vocabulary (the shorter is 0 beyond its end). They need not sum to exactly 1, but
+    no entry may be above 1.01: logits are bad input. Inputs are never written to. Look at `valid` of what comes back, or
+    call `raise_if_invalid()`. An engine's loop is in docs/engine.md.
 
     Args:
         target_probs: [B, m + 1, V], or flat [N + B, V]: m_b + 1 rows for each request, the bonus row last.
@@ -93,10 +95,13 @@ def verify(
             from the target row at that position.
         rule: a `Rule`, or "sps" or "cactus".
         seed: int64 [B], the random stream of each request; or an int, which gives request r the stream (seed, r).
-        offset: int64 [B] or an int: rows that each request has drafted or verified so far. Never use one twice: advance
-            it by m_b + 1 after each call, whatever was accepted.
-        cu_draft_tokens: int32 or int64 [B + 1], prefix sums of m_b (0 is legal) for the flat layout; None: padded.
-        max_draft_tokens: int, at least every m_b; needed with `cu_draft_tokens`, else m. At most 64.
+        offset: int64 [B] or an int: rows that each request has drafted or verified so far. Never use one for two calls
+            of `verify`: advance it by m_b + 1 after each, whatever was accepted. The draws of a round's drafts (`draw`, at
+            offset + j) and its verification (at offset) share it: their words are apart.
+        cu_draft_tokens: int32 or int64 [B + 1], prefix sums of m_b (0 is legal) for the flat layout, the first of them 0;
+            rows beyond the last request are not looked at. None: padded.
+        max_draft_tokens: int, at least every m_b (a request with more is invalid); needed with `cu_draft_tokens`, else m.
+            At most 64.
         out: a `VerifyOutput` to write to; None: allocated.
         scratch: `verify_triton.new_scratch(B, device)`, needed under a CUDA graph; None: kept by the launcher.
         backend: "triton", "torch", or None: triton on a GPU, torch elsewhere.

@@ -62,11 +62,14 @@ def test_version_and_licence_agree_everywhere():
 
 def test_ci_runs_the_command_that_the_readme_names():
     """.ci/run reads the README's test command by its beginning; it is one line, and ends in the fast tier."""
-    assert re.findall(r'^ *pip install "\.\[test\]".*$', README, re.M) == ['    pip install ".[test]" && pytest -n auto']
+    assert re.findall(r'^ *pip install "\.\[test\]".*$', README, re.M) == [
+        '    pip install ".[test]" && pytest -n auto'
+    ]
 
 
-def test_the_readme_example_runs():
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.S)
+@pytest.mark.parametrize("page", ["README.md", "docs/engine.md"])
+def test_examples_run(page):
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.S)
     done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.split()) > 20
