@@ -9,6 +9,7 @@ import torch
 
 from . import law
 from .check import fuzz_case, parity
+from .environment import is_triton_usable
 from .rows import draw
 from .rules import Cactus, SpS
 from .verify import choose_backend, verify
@@ -113,12 +114,7 @@ class Plan:
         if self.backend is not None:
             choose_backend(self.backend, self.device)
             return
-        try:
-            choose_backend("triton", self.device)
-            backend = "triton"
-        except RuntimeError:
-            backend = "torch"
-        object.__setattr__(self, "backend", backend)
+        object.__setattr__(self, "backend", "triton" if is_triton_usable(self.device) else "torch")
 
     @property
     def compares(self) -> bool:
