@@ -3,10 +3,11 @@
 from importlib import import_module
 
 from . import law
-from .rows import draw
+from .rows import SampleOutput, draw, row_stats, sample
 from .rules import Cactus, Rule, SpS
+from .sampling import RowStats, Sampling
 from .stats import Stats
-from .verify import VerifyOutput, verify
+from .verify import VerifyOutput, verify, verify_from_logits
 
 __version__ = "0.1.0"
 
@@ -15,7 +16,10 @@ _LAZY = {"embedded_pair": "assets", "speculative_generate": "generate", "Specula
 
 __all__ = [
     "Cactus",
+    "RowStats",
     "Rule",
+    "SampleOutput",
+    "Sampling",
     "SpS",
     "SpeculativeOutput",
     "Stats",
@@ -23,8 +27,11 @@ __all__ = [
     "draw",
     "embedded_pair",
     "law",
+    "row_stats",
+    "sample",
     "speculative_generate",
     "verify",
+    "verify_from_logits",
 ]
 
 

@@ -8,8 +8,9 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from . import philox
 from .cache import check_rollback
+from .inputs import MAX_DRAFT_TOKENS
 from .rules import Rule, resolve_rule
-from .verify import MAX_DRAFT_TOKENS
+from .sampling import Sampling
 
 # Settings of `generate` that change what is generated in a way this loop does not follow: (refused if, what to do).
 REFUSED = {
@@ -48,6 +49,7 @@ class Request:
     input_ids: torch.Tensor
     rule: Rule
     num_assistant_tokens: int
+    draft_temperature: float | None
     seed: int | torch.Tensor
     stopping_criteria: StoppingCriteriaList
     kwargs: dict
@@ -62,8 +64,8 @@ class Request:
 
 
 def check_request(
-    model, input_ids, assistant_model, rule, num_assistant_tokens, seed, generation_config, logits_processor,
-    stopping_criteria, streamer, tokenizer, assistant_tokenizer, kwargs,
+    model, input_ids, assistant_model, rule, num_assistant_tokens, draft_temperature, seed, generation_config,
+    logits_processor, stopping_criteria, streamer, tokenizer, assistant_tokenizer, kwargs,
 ) -> Request:  # fmt: skip
     """Check the arguments of `speculative_generate`, which documents them. Raises TypeError or ValueError."""
     rule = resolve_rule(rule)
@@ -80,6 +82,12 @@ def check_request(
         value = getattr(generation_config, name, None)
         return getattr(model.generation_config, name, None) if value is None else value
 
+    if draft_temperature is not None:
+        if isinstance(draft_temperature, torch.Tensor):
+            raise TypeError("draft_temperature must be a number, one for all rows, got a tensor")
+        Sampling(draft_temperature)  # checks it
+        if not setting("do_sample"):
+            raise ValueError("draft_temperature is for sampled drafts: pass do_sample=True, or leave it out")
     for name in NOT_TAKEN:
         if kwargs.get(name) is not None:
             advice = "pass the prompt as input_ids" if name.startswith("inputs") else "leave it out"
@@ -120,7 +128,7 @@ def check_request(
             raise ValueError(f"the strengths are on {strength.device} and the model on {model.device}: move them")
         if not (strength.isfinite() & (strength >= 0)).all():
             raise ValueError(f"strengths must be finite and at least 0, got {strength.tolist()}")
-    return Request(input_ids, rule, num_assistant_tokens, _check_seed(seed, rows), criteria, kwargs)
+    return Request(input_ids, rule, num_assistant_tokens, draft_temperature, _check_seed(seed, rows), criteria, kwargs)
 
 
 def check_same_tokenizer(tokenizer, assistant_tokenizer) -> None:

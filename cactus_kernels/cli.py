@@ -113,7 +113,7 @@ def generate(
         from transformers.utils import logging
 
         from . import runs
-        from .verify import choose_backend
+        from .inputs import choose_backend
 
         hub_logging.set_verbosity_error()
         logging.set_verbosity_error()

@@ -6,8 +6,8 @@ from importlib import import_module
 import torch
 import transformers
 
-from . import __version__, verify_torch
-from .verify import choose_backend
+from . import __version__
+from .inputs import choose_backend
 
 
 def environment() -> dict:
@@ -29,7 +29,7 @@ def environment() -> dict:
 def default_backend(device: torch.device) -> str | None:
     """The backend that verification takes on a device; None where it would raise."""
     try:
-        return "torch" if choose_backend(None, device) is verify_torch.verify else "triton"
+        return choose_backend(None, device)
     except RuntimeError:
         return None
 

@@ -9,10 +9,12 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from .cache import RollbackModel
 from .checks import check_request
+from .inputs import choose_backend
 from .processors import Processors, Stopping, pad_id
-from .rows import DraftDraws
+from .rows import DraftSampler
+from .sampling import RowStats
 from .stats import Stats
-from .verify import VerifyOutput, choose_backend, verify
+from .verify import VerifyOutput, verify_from_logits
 
 
 @dataclass
@@ -29,6 +31,7 @@ def speculative_generate(
     assistant_model,
     rule="cactus",
     num_assistant_tokens=5,
+    draft_temperature=None,
     seed=None,
     backend=None,
     generation_config=None,
@@ -54,6 +57,7 @@ def speculative_generate(
         assistant_model: the draft, of the same kind and with the same tokenizer.
         rule: a `Rule` such as `Cactus(0.75)`, or "sps" or "cactus" (delta 1).
         num_assistant_tokens: tokens drafted a round, 1 to 64.
+        draft_temperature: the draft's temperature where it samples, >= 0 (0: greedy drafts); None: that of `temperature`.
         seed: an int gives row r the stream (seed, r), so that a row's tokens depend on its place; a list or int64 tensor
             holds one seed a row (after num_return_sequences), and then they do not; None draws one from torch's generator.
             The same seed gives the same tokens, up to the rounding of the models' own products.
@@ -72,8 +76,8 @@ def speculative_generate(
         RuntimeError: the backend asked for is not to be had.
     """
     request = check_request(
-        model, input_ids, assistant_model, rule, num_assistant_tokens, seed, generation_config, logits_processor,
-        stopping_criteria, streamer, tokenizer, assistant_tokenizer, kwargs,
+        model, input_ids, assistant_model, rule, num_assistant_tokens, draft_temperature, seed, generation_config,
+        logits_processor, stopping_criteria, streamer, tokenizer, assistant_tokenizer, kwargs,
     )  # fmt: skip
     choose_backend(backend, model.device)
 
@@ -125,7 +129,7 @@ def _decode(
     )
     stopping = Stopping(stopping_criteria, generation_config, request.stopping_criteria)
     decoder = _Decoder(
-        model, assistant_model, batch, processors, request.rule, request.seeds(batch.size), backend,
+        model, assistant_model, batch, processors, request, request.seeds(batch.size), backend,
         greedy=not generation_config.do_sample,
     )  # fmt: skip
     stats = Stats.of(request.rule, batch.size)
@@ -135,11 +139,11 @@ def _decode(
 
     while batch.active:
         with clock.time("draft"):
-            draft_token_ids, draft_probs = decoder.draft()
+            draft_token_ids, draft_logits, draft_stats = decoder.draft()
         with clock.time("target"):
             target = decoder.score()
         with clock.time("verify"):
-            verified = decoder.verify(target, draft_probs, draft_token_ids)
+            verified = decoder.verify(target, draft_logits, draft_stats, draft_token_ids)
         emitted = batch.commit(verified, stopping, stats)
         stats.target_forwards += 1
         if streamer is not None:
@@ -239,8 +243,11 @@ class _Batch:
 class _Decoder:
     """Target and draft over a batch, and the random stream of each row."""
 
-    def __init__(self, model, assistant_model, batch, processors, rule, seed, backend, greedy):
-        self.batch, self.processors, self.rule, self.seed, self.backend = batch, processors, rule, seed, backend
+    def __init__(self, model, assistant_model, batch, processors, request, seed, backend, greedy):
+        self.batch, self.processors, self.rule, self.seed, self.backend = batch, processors, request.rule, seed, backend
+        self.sampling = self.draft_sampling = processors.sampling
+        if request.draft_temperature is not None:
+            self.draft_sampling = replace(self.sampling, temperature=request.draft_temperature)
         self.target = RollbackModel(model, batch.size, batch.max_length)
         self.assistant = RollbackModel(assistant_model, batch.size, batch.max_length)
         self.vocab_size, self.draft_vocab_size = (
@@ -252,11 +259,12 @@ class _Decoder:
 
     def draft(self):
         """Draft the round's tokens one by one into the batch's text: their ids int64 [B, m], -1 beyond a row's number of
-        drafts, and the distributions they were drawn from, fp32 [B, m, V] (None if greedy)."""
+        drafts; the logits they were drawn from, [B, m, V], and their `RowStats` [B, m] (None if greedy)."""
         batch = self.batch
         m = max(batch.drafts)
         ids = torch.full((batch.size, m), -1, dtype=torch.int64, device=batch.device)
-        probs, draws = None, DraftDraws(self.seed, self.offset, m, self.backend)
+        logits, stats = None, []
+        sampler = DraftSampler(self.seed, self.offset, m, self.draft_sampling, self.backend)
         for j in range(m):
             # The last two tokens, since the draft has not seen the last one that was accepted when all were. It writes
             # over what it had, so every row may do the same.
@@ -266,31 +274,33 @@ class _Decoder:
             if self.greedy:
                 token = arg_max(scores)
             else:
-                if probs is None:
-                    probs = scores.new_empty((batch.size, m, scores.shape[-1]))
-                torch.softmax(scores, -1, out=probs[:, j])
-                token = draws(probs[:, j], j).token_ids[:, 0]
+                if logits is None:
+                    logits = scores.new_empty((batch.size, m, scores.shape[-1]))
+                logits[:, j] = scores
+                drawn = sampler(scores, j)
+                token = drawn.token_ids
+                stats.append(drawn.stats)
             ids[:, j] = torch.where(batch.num_drafts > j, token, -1)
             batch.text.scatter_(1, (batch.lengths + j)[:, None], token.clamp(min=0)[:, None])
-        return ids, probs
+        return ids, logits, RowStats.stack(stats) if stats else None
 
     def score(self):
-        """The target at the last token and every draft: probabilities fp32 [B, m + 1, V], or the arg max [B, m + 1]."""
+        """The target at the last token and every draft: logits [B, m + 1, V], or the arg max [B, m + 1]."""
         batch = self.batch
         m = max(batch.drafts)
         tokens, positions = batch.block(max(batch.length) if self.first_round else 1, m)
         self.first_round = False
         scores = self._scores(self.target, tokens, positions, ahead=0, keep=m + 1)
-        return arg_max(scores) if self.greedy else torch.softmax(scores, -1)
+        return arg_max(scores) if self.greedy else scores
 
-    def verify(self, target, draft_probs, draft_token_ids):
+    def verify(self, target, draft_logits, draft_stats, draft_token_ids):
         """Accept, recover: a `VerifyOutput`. The random words of every drafted row are spent, also of rejected ones."""
         num_drafts = self.batch.num_drafts
         if self.greedy:
             verified = verify_greedy(target, draft_token_ids)
         else:
-            verified = verify(
-                target, draft_probs, draft_token_ids, self.rule,
+            verified = verify_from_logits(
+                target, draft_logits, draft_token_ids, self.rule, sampling=self.sampling, draft_stats=draft_stats,
                 seed=self.seed, offset=self.offset, backend=self.backend,
             )  # fmt: skip
             self.offset += num_drafts + 1
@@ -300,7 +310,7 @@ class _Decoder:
         return replace(verified, valid=verified.valid & ((following >= 0) | (stop >= num_drafts)))
 
     def _scores(self, model, tokens, positions, ahead, keep):
-        """Processed scores fp32 [B, keep, V] after a block of tokens; the first of them come after `ahead` drafts."""
+        """Processed logits [B, keep, V] after a block of tokens; the first of them come after `ahead` drafts."""
         batch = self.batch
         length = max(
             n + min(d, ahead + keep - 1)

@@ -38,11 +38,11 @@ def philox(seed, c0, c1, c2, c3):
     """The first two of the four 32-bit words of Philox4x32-10 at a counter.
 
     Args:
-        seed: int64 tensor, the 64-bit key.
-        c0, c1, c2, c3: int64 tensors or ints in [0, 2^32), broadcast against `seed`.
+        seed: int64 tensor or array, the 64-bit key.
+        c0, c1, c2, c3: int64 tensors, arrays or ints in [0, 2^32), broadcast against `seed`.
 
     Returns:
-        (r0, r1): int64 tensors in [0, 2^32), of the broadcast shape, on the seed's device.
+        (r0, r1): int64 in [0, 2^32), of the broadcast shape; arrays for an array, else tensors on the seed's device.
     """
     # numpy, since it does a small operation in a third of torch's time and its uint64 has the whole product.
     key = _numpy(seed).view(np.uint64)
@@ -78,6 +78,13 @@ def request_seeds(seed, batch_size, device):
     r = torch.arange(batch_size, device=device)
     r0, r1 = philox(torch.full((1,), seed, dtype=torch.int64, device=device), r, SEED, 0, 0)
     return r0 | (r1 << 32)
+
+
+def streams(seed, offset, batch_size):
+    """Seed and offset of every request as int64 arrays [B], from ints or tensors [B]."""
+    seed = request_seeds(seed, batch_size, "cpu") if isinstance(seed, int) else seed
+    offset = np.full(batch_size, offset, dtype=np.int64) if isinstance(offset, int) else _numpy(offset)
+    return _numpy(seed), offset
 
 
 def uniform(r0, r1):
@@ -118,4 +125,6 @@ def _numpy(x):
 
 
 def _tensor(array, like):
+    if not isinstance(like, torch.Tensor):
+        return array
     return torch.from_numpy(np.ascontiguousarray(array)).to(like.device)

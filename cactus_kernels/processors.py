@@ -1,12 +1,23 @@
 """transformers' logits processors and stopping criteria over ragged rows: each row as if it were generated alone."""
 
 import copy
+import math
 from functools import partial
 
+import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from .sampling import Sampling
+
+# The warpers that `Sampling` stands for, in the order it takes them, each with the name of its setting.
+WARPERS = (
+    (hf.TemperatureLogitsWarper, "temperature"),
+    (hf.TopKLogitsWarper, "top_k"),
+    (hf.TopPLogitsWarper, "top_p"),
+    (hf.MinPLogitsWarper, "min_p"),
+)
 # Processors that look at the scores alone, so that all rows and positions go through them at once.
 SCORES_ONLY = (
     hf.TemperatureLogitsWarper,
@@ -22,8 +33,26 @@ SCORES_ONLY = (
 )
 
 
+def split_warpers(processors):
+    """The processors that have to run, and what the warpers at their end come to: a list and a `Sampling`.
+
+    Warpers that stand in another order, or mean something else than `Sampling` does, run as they are.
+    """
+    rest, settings, allowed = list(processors), {}, len(WARPERS)
+    while rest:
+        kind = next((k for k, (warper, _) in enumerate(WARPERS[:allowed]) if type(rest[-1]) is warper), None)
+        if kind is None or getattr(rest[-1], "filter_value", -math.inf) != -math.inf:
+            break
+        name = WARPERS[kind][1]
+        if getattr(rest[-1], "min_tokens_to_keep", 1) != 1:
+            break
+        settings[name] = getattr(rest.pop(), name)
+        allowed = kind
+    return LogitsProcessorList(rest), Sampling(**settings)
+
+
 class Processors:
-    """The processors of `generate`, applied to draft and target alike.
+    """The processors of `generate`, applied to draft and target alike; `sampling` is what comes after them.
 
     Processors that read the text get a row's own text without padding, and are made for each row with that row's
     lengths. So a request does not depend on its batch. They never see a text that cannot come out, with tokens after EOS
@@ -38,8 +67,8 @@ class Processors:
         user_processors, prefix_allowed_tokens_fn: what the caller gave.
         prompts: the prompts without padding, int64 [n_b] each. new_tokens: most tokens a row may get.
         """
-        self.prepared = prepared
-        self.scores_only = all(type(processor) in SCORES_ONLY for processor in prepared)
+        self.prepared, self.sampling = split_warpers(prepared)
+        self.scores_only = all(type(processor) in SCORES_ONLY for processor in self.prepared)
         if self.scores_only:
             return
         self.eos = set(eos_ids(generation_config))
@@ -50,31 +79,30 @@ class Processors:
             if config.min_new_tokens is not None:
                 config.min_length = len(prompt) + config.min_new_tokens
             config.num_return_sequences = 1
-            self.by_row.append(
-                # transformers' own way to a processor list; it has no public name.
-                model._get_logits_processor(
-                    generation_config=config,
-                    input_ids_seq_length=len(prompt),
-                    encoder_input_ids=prompt[None],
-                    prefix_allowed_tokens_fn=prefix_allowed_tokens_fn
-                    and partial(_in_row, prefix_allowed_tokens_fn, row // generation_config.num_return_sequences),
-                    logits_processor=LogitsProcessorList(user_processors or []),
-                    device=prompt.device,
-                    model_kwargs={},
-                )
+            # transformers' own way to a processor list; it has no public name.
+            whole = model._get_logits_processor(
+                generation_config=config,
+                input_ids_seq_length=len(prompt),
+                encoder_input_ids=prompt[None],
+                prefix_allowed_tokens_fn=prefix_allowed_tokens_fn
+                and partial(_in_row, prefix_allowed_tokens_fn, row // generation_config.num_return_sequences),
+                logits_processor=LogitsProcessorList(user_processors or []),
+                device=prompt.device,
+                model_kwargs={},
             )
+            self.by_row.append(split_warpers(whole)[0])
 
     def __call__(self, logits, text, lengths, drafts, ahead):
-        """Processed fp32 scores [B, K, V].
+        """Logits [B, K, V] in their own dtype where no processor has to run, else processed scores in fp32.
 
         logits: [B, K, V], of K next tokens for each row, the first of which come after `ahead` drafts.
         text: int64 [B, L], rows without padding. lengths: for each row the length of its text before any draft, or None
             for a row that takes no part. drafts: how many drafts each row has.
         """
+        if self.scores_only and not self.prepared:
+            return logits.float() if logits.dtype == torch.float64 else logits
         scores = logits.float()
         if self.scores_only:
-            if not self.prepared:
-                return scores
             B, K, V = scores.shape
             return self.prepared(text[:, :1], scores.reshape(B * K, V)).view(B, K, V)
         scores = scores.clone()

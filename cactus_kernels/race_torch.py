@@ -1,10 +1,10 @@
 """Drawing a token from unnormalised weights by a two-level exponential race: the torch reference.
 
-    chunk c = tokens 1024 c .. 1024 c + 1023,   S_c = the sum of the chunk's weights, int64 in units of 2^-52
+    chunk c = tokens 1024 c .. 1024 c + 1023,   S_c = the sum of the chunk's weights
     winning chunk = argmax_c S_c / E(c),        winning token = argmax_i w_i / E'(i) over that chunk alone
 
-E and E' are fresh standard exponentials; ties go to the lowest id; a weight of 0 never wins. Integer sums have no order,
-so every backend, block size and split gets the same winner, bit for bit.
+E and E' are fresh standard exponentials; ties go to the lowest id; a weight of 0 never wins. Probabilities are summed in int64
+in units of 2^-52: integer sums have no order, so every backend, block size and split gets the same winner, bit for bit.
 """
 
 import numpy as np
@@ -21,37 +21,49 @@ def num_chunks(vocab_size: int) -> int:
 
 
 def chunk_sums(weights):
-    """S: fp32 weights [R, V] >= 0 -> int64 [R, ceil(V / 1024)]."""
+    """S in units of 2^-52: fp32 tensor [R, V] >= 0 -> int64 array [R, ceil(V / 1024)]."""
     rows, vocab_size = weights.shape
     chunks = num_chunks(vocab_size)
-    fixed = torch.empty((rows, chunks * CHUNK), dtype=torch.int64, device=weights.device)
+    fixed = weights.new_empty((rows, chunks * CHUNK), dtype=torch.int64)
     fixed[:, vocab_size:] = 0
     fixed[:, :vocab_size].copy_(weights * ONE)
-    return fixed.view(rows, chunks, CHUNK).sum(-1)
+    return fixed.view(rows, chunks, CHUNK).sum(-1).cpu().numpy()
+
+
+def float_chunk_sums(weights):
+    """S: fp32 tensor [R, V] -> fp32 array [R, ceil(V / 1024)]."""
+    vocab_size = weights.shape[1]
+    whole = vocab_size // CHUNK * CHUNK
+    sums = weights[:, :whole].unflatten(1, (-1, CHUNK)).sum(-1)
+    if whole < vocab_size:
+        sums = torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], 1)
+    return sums.cpu().numpy()
 
 
 def noise(seed, row, purposes, vocab_size):
-    """The exponentials of both races of a row: fp32 [R, C] for the chunks and [R, min(1024, V)] for a chunk's tokens.
+    """The exponentials of both races of a row: fp32 arrays [R, C] for the chunks and [R, min(1024, V)] for a chunk's tokens.
 
     Args:
-        seed: int64 [R]. row: counter words 2 and 3, each int64 [R].
+        seed: int64 array [R]. row: counter words 2 and 3, each int64 [R].
         purposes: counter word 1 of the chunks' and of the tokens' race; index i has counter (i, purpose, *row).
     """
     sizes = (num_chunks(vocab_size), min(CHUNK, vocab_size))
     index = np.concatenate([np.arange(size) for size in sizes])
     words = philox.philox(seed[:, None], index, np.repeat(purposes, sizes), row[0][:, None], row[1][:, None])
-    return philox.exponential(*words).split(sizes, dim=1)
+    return np.split(philox.exponential(*words), sizes[:1], axis=1)
 
 
-def race(sums, token_weights, exponentials):
-    """A token for each row by both races, int64 [R]; where all sums are 0 nothing wins, and an arbitrary id comes back.
+def race(sums, weights, exponentials):
+    """A token for each row by both races, int64 array [R]; where all sums are 0 nothing wins, and some id comes back.
 
     Args:
-        sums: int64 [R, C], the chunk sums.
-        token_weights: function of token ids, int64 [R, K], that gives their weights, fp32, 0 for ids beyond V.
+        sums: array [R, C], the chunk sums. weights: fp32 tensor [R, V].
         exponentials: what `noise` gave.
     """
     chunk_noise, token_noise = exponentials
-    first = (sums.float() / chunk_noise).argmax(1, keepdim=True) * CHUNK
-    tokens = first + torch.arange(token_noise.shape[1], device=sums.device)
-    return (first + (token_weights(tokens) / token_noise).argmax(1, keepdim=True)).squeeze(1)
+    chunks = (sums.astype(np.float32) / chunk_noise).argmax(1)
+    tokens = np.empty(len(chunks), dtype=np.int64)
+    for r, first in enumerate(chunks * CHUNK):
+        chunk = weights[r, first : first + CHUNK].cpu().numpy()
+        tokens[r] = first + (chunk / token_noise[r, : len(chunk)]).argmax()
+    return tokens

@@ -1,19 +1,57 @@
-"""Drawing tokens from rows of probabilities, outside verification: drafts and plain decoding."""
+"""Rows outside verification: drawing a token from each, and the statistics that make rows of logits distributions."""
 
-from dataclasses import replace
+from dataclasses import dataclass
 
 import torch
 
-from . import philox, race_torch, verify_torch
+from . import philox, race_torch, rows_torch
+from .inputs import (
+    ROW_DTYPES,
+    Inputs,
+    check_device,
+    check_rows,
+    check_sampling,
+    check_stream,
+    check_tensor,
+    choose_backend,
+)
 from .rules import SpS
-from .verify import PROB_DTYPES, Inputs, VerifyOutput, _check_tensor, choose_backend, run
+from .sampling import COLUMNS, RowStats, Sampling
+from .verify import VerifyOutput, run
 
 WORDS_AHEAD = 1 << 16  # random words made at once for rows to come: enough to amortise an operation
 
 
+@dataclass(frozen=True)
+class SampleOutput:
+    """One token from each row of logits.
+
+    Attributes:
+        token_ids: int64 [B], -1 where a row is bad.
+        probs: fp32 [B], what the token's probability was: the bits that verification uses. NaN where a row is bad.
+        stats: `RowStats` [B], for `verify_from_logits`.
+    """
+
+    token_ids: torch.Tensor
+    probs: torch.Tensor
+    stats: RowStats
+
+
+@dataclass(frozen=True)
+class RowInputs:
+    """Checked rows of logits [B, V]; without a seed no token is drawn."""
+
+    logits: torch.Tensor
+    sampling: Sampling
+    entropy: bool = False
+    seed: int | torch.Tensor | None = None
+    offset: int | torch.Tensor | None = None
+    noise: tuple | None = None  # random words made before, one of what `rows_torch.draft_noise` gives
+
+
 @torch.no_grad()
 def draw(probs, *, seed, offset, out=None, scratch=None, backend=None) -> VerifyOutput:
-    """Draw one token from each row, by the race that verification uses, with random words of its own.
+    """Draw one token from each row of probabilities, by the race that verification uses, with random words of its own.
 
     Args:
         probs: [B, V] fp32, bf16 or fp16, unnormalised probabilities at most 1; contiguous in the vocabulary.
@@ -22,31 +60,92 @@ def draw(probs, *, seed, offset, out=None, scratch=None, backend=None) -> Verify
     Returns:
         `VerifyOutput` with token_ids int64 [B, 1] (-1 where a row is bad), num_accepted 0, valid.
     """
-    _check_tensor("probs", probs, 2, PROB_DTYPES)
+    check_tensor("probs", probs, 2, ROW_DTYPES)
     return run(_inputs(probs, seed, offset), out, scratch, backend)
 
 
-class DraftDraws:
-    """`draw` for the rows of one round of drafting, one after another: row j at offset + j.
+@torch.no_grad()
+def sample(logits, *, seed, offset, sampling=None, entropy=False, out=None, scratch=None, backend=None) -> SampleOutput:
+    """Draw one token from each row of logits, and keep what makes the row a distribution: no softmax is written.
+
+    Args:
+        logits: [B, V] fp32, bf16 or fp16; contiguous in the vocabulary.
+        seed, offset: as in `verify`; the word of a draft's row j is addressed by offset + j.
+        sampling: a `Sampling`; None: temperature 1, nothing dropped.
+        entropy: whether the statistics hold it.
+        out: a `SampleOutput` to write to; rows of `out.stats.packed` may have any stride, such as those of draft j in
+            [B, m, 8].
+        scratch: `rows_triton.new_scratch(B, V, device)`, needed under a CUDA graph; None: kept by the launcher.
+        backend: as in `verify`.
+
+    Raises:
+        TypeError, ValueError: wrong types, shapes, dtypes or devices, before any work. Bad logits (NaN, +inf, nothing but
+            -inf) are not looked at here: they give a token of -1.
+        RuntimeError: the backend asked for is not to be had.
+    """
+    check_rows("logits", logits, 2)
+    check_stream("seed", seed, len(logits))
+    check_stream("offset", offset, len(logits))
+    return _run(RowInputs(logits, sampling or Sampling(), entropy, seed, offset), out, scratch, backend)
+
+
+@torch.no_grad()
+def row_stats(logits, *, sampling=None, entropy=False, out=None, scratch=None, backend=None) -> RowStats:
+    """The statistics of rows of logits, as `sample` gives them, without a draw. out: a `RowStats`; the rest as there."""
+    if out is not None and not isinstance(out, RowStats):
+        raise TypeError(f"out must be a RowStats, got {type(out).__name__}")
+    check_rows("logits", logits, 2)
+    out = SampleOutput(None, None, out) if out is not None else None
+    return _run(RowInputs(logits, sampling or Sampling(), entropy), out, scratch, backend).stats
+
+
+class DraftSampler:
+    """`sample` for the rows of one round of drafting, one after another: row j at offset + j.
 
     On a CPU the random words of several rows are made at once, since a thousand cost little more than one.
     """
 
-    def __init__(self, seed, offset, count, backend=None):
-        """seed, offset: int64 [B]. count: rows to be drawn. backend: as in `verify`."""
-        self.seed, self.offset, self.count, self.backend = seed, offset, count, backend
+    def __init__(self, seed, offset, count, sampling, backend=None):
+        """seed, offset: int64 [B]. count: rows to be drawn. sampling, backend: as in `sample`."""
+        self.seed, self.offset, self.count, self.sampling, self.backend = seed, offset, count, sampling, backend
         self.noise = {}
 
-    def __call__(self, probs, j) -> VerifyOutput:
-        """Draw row j, as `draw(probs, seed=seed, offset=offset + j)`. probs: [B, V]."""
-        inputs = _inputs(probs, self.seed, self.offset + j)
-        if choose_backend(self.backend, probs.device) is verify_torch.verify:
+    def __call__(self, logits, j) -> SampleOutput:
+        """Draw row j, as `sample(logits, seed=seed, offset=offset + j, ...)`. logits: [B, V]."""
+        noise = None
+        if choose_backend(self.backend, logits.device) == "torch":
             if j not in self.noise:
-                words = len(probs) * (race_torch.num_chunks(probs.shape[1]) + race_torch.CHUNK)
-                rows = max(1, min(self.count - j, WORDS_AHEAD // words))
-                self.noise = dict(enumerate(verify_torch.draw_noise(inputs, rows), j))
-            inputs = replace(inputs, noise=self.noise[j])
-        return run(inputs, None, None, self.backend)
+                B, V = logits.shape
+                rows = max(1, min(self.count - j, WORDS_AHEAD // (B * (race_torch.num_chunks(V) + race_torch.CHUNK))))
+                self.noise = dict(enumerate(rows_torch.draft_noise(self.seed, self.offset + j, B, V, rows), j))
+            noise = self.noise[j]
+        inputs = RowInputs(logits, self.sampling, False, self.seed, self.offset + j, noise)
+        return _run(inputs, None, None, self.backend)
+
+
+def _run(inputs, out, scratch, backend) -> SampleOutput:
+    logits, draws = inputs.logits, inputs.seed is not None
+    B, device = len(logits), logits.device
+    check_sampling("sampling", inputs.sampling, B)
+    if out is None:
+        ids, probs = (torch.empty(B, dtype=d, device=device) if draws else None for d in (torch.int64, torch.float32))
+        out = SampleOutput(ids, probs, RowStats.empty(B, device=device))
+    else:
+        if not isinstance(out, SampleOutput):
+            raise TypeError(f"out must be a SampleOutput, got {type(out).__name__}")
+        if draws:
+            check_tensor("out.token_ids", out.token_ids, 1, (torch.int64,), (B,))
+            check_tensor("out.probs", out.probs, 1, (torch.float32,), (B,))
+        check_tensor("out.stats.packed", out.stats.packed, 2, (torch.float32,), (B, COLUMNS))
+    check_device(device, inputs.seed, inputs.offset, *inputs.sampling.settings(), out.token_ids, out.probs, scratch)
+    check_device(device, out.stats.packed)
+    if choose_backend(backend, device) == "torch":
+        implementation = rows_torch.row_stats
+    else:
+        from .rows_triton import row_stats as implementation
+    if B:
+        implementation(inputs, out, scratch)
+    return out
 
 
 def _inputs(probs, seed, offset):

@@ -10,9 +10,10 @@ import torch
 from . import law
 from .check import fuzz_case, parity
 from .environment import is_triton_usable
+from .inputs import choose_backend
 from .rows import draw
 from .rules import Cactus, SpS
-from .verify import choose_backend, verify
+from .verify import verify
 
 LAW_SIZES = (7, 37, 1025)
 LAW_RULES = (SpS(), Cactus(0.5), None)  # None: drawing a token from a row, as drafts are

@@ -4,11 +4,20 @@ from dataclasses import dataclass
 
 import torch
 
-from . import philox, verify_torch
-from .rules import Rule, resolve_rule
-
-MAX_DRAFT_TOKENS = 64
-PROB_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from . import verify_torch
+from .inputs import (
+    INDEX_DTYPES,
+    MAX_DRAFT_TOKENS,
+    Inputs,
+    check_device,
+    check_rows,
+    check_sampling,
+    check_stream,
+    check_tensor,
+    choose_backend,
+)
+from .rules import resolve_rule
+from .sampling import RowStats, Sampling
 
 
 @dataclass(frozen=True)
@@ -35,31 +44,6 @@ class VerifyOutput:
                 f"bad values in requests {requests} at drafted positions {at}: probabilities must be finite, in [0, 1] "
                 "and not all 0, ids inside the vocabulary, strengths finite and >= 0, prefix sums in order"
             )
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """One checked batch, padded ([B, ...] tensors, `cu_draft_tokens` None) or flat. Shapes are those of `verify`."""
-
-    target: torch.Tensor
-    draft: torch.Tensor | None
-    draft_token_ids: torch.Tensor
-    rule: Rule
-    seed: int | torch.Tensor
-    offset: int | torch.Tensor
-    cu_draft_tokens: torch.Tensor | None
-    max_draft_tokens: int
-    batch_size: int
-    purposes: tuple = (philox.PICK_CHUNK, philox.PICK_TOKEN)
-    noise: tuple | None = None  # random words of a draw made before, `verify_torch.draw_noise`
-
-    @property
-    def vocab_size(self):
-        return self.target.shape[-1]
-
-    @property
-    def draft_vocab_size(self):
-        return self.vocab_size if self.draft is None else self.draft.shape[-1]
 
 
 @torch.no_grad()
@@ -112,106 +96,169 @@ def verify(
         RuntimeError: the backend asked for is not to be had.
     """
     rule = resolve_rule(rule)
-    flat = cu_draft_tokens is not None
-    _check_tensor("target_probs", target_probs, 2 if flat else 3, PROB_DTYPES)
-    _check_tensor("draft_token_ids", draft_token_ids, 1 if flat else 2, (torch.int32, torch.int64))
-    if draft_probs is not None:
-        _check_tensor("draft_probs", draft_probs, 2 if flat else 3, PROB_DTYPES)
-    if flat:
-        _check_tensor("cu_draft_tokens", cu_draft_tokens, 1, (torch.int32, torch.int64))
-        if isinstance(max_draft_tokens, bool) or not isinstance(max_draft_tokens, int) or max_draft_tokens < 0:
-            raise TypeError(f"cu_draft_tokens needs max_draft_tokens, an int >= 0; got {max_draft_tokens!r}")
-        batch_size, m = len(cu_draft_tokens) - 1, max_draft_tokens
-        if batch_size < 0:
-            raise ValueError("cu_draft_tokens must have shape [B + 1], got [0]")
-        rows = len(draft_token_ids)
-        expected = {"target_probs": (rows + batch_size,), "draft_probs": (rows,)}
-    else:
-        batch_size, m = draft_token_ids.shape
-        if max_draft_tokens not in (None, m):
-            raise ValueError(f"max_draft_tokens is {max_draft_tokens}, but the padded draft_token_ids have m = {m}")
-        expected = {"target_probs": (batch_size, m + 1), "draft_probs": (batch_size, m)}
-    if m > MAX_DRAFT_TOKENS:
-        raise ValueError(f"at most {MAX_DRAFT_TOKENS} drafted tokens a request, got {m}: verify them in shorter drafts")
-    for name, probs in (("target_probs", target_probs), ("draft_probs", draft_probs)):
-        if probs is not None and tuple(probs.shape[:-1]) != expected[name]:
-            wanted = ", ".join(map(str, expected[name]))
-            raise ValueError(
-                f"{name} must have shape [{wanted}, V] beside draft_token_ids of shape {tuple(draft_token_ids.shape)}, "
-                f"got {tuple(probs.shape)}"
-            )
+    batch_size, m = _layout(draft_token_ids, cu_draft_tokens, max_draft_tokens)
     inputs = Inputs(
         target_probs, draft_probs, draft_token_ids, rule, seed, offset, cu_draft_tokens, m, batch_size
     )  # fmt: skip
     return run(inputs, out, scratch, backend)
 
 
-def run(inputs, out, scratch, backend) -> VerifyOutput:
-    """Check what every entry point shares (rows, seeds, strengths, devices, output), then run a backend."""
-    device, B = inputs.target.device, inputs.batch_size
-    for name, probs in (("target_probs", inputs.target), ("draft_probs", inputs.draft)):
-        if probs is not None and probs.shape[-1] == 0:
-            raise ValueError(f"{name} has an empty vocabulary: shape {tuple(probs.shape)}")
-        if probs is not None and probs.shape[-1] > 1 and probs.stride(-1) != 1:
-            raise ValueError(f"{name} must be contiguous in its last dimension, got strides {probs.stride()}")
+@torch.no_grad()
+def verify_from_logits(
+    target_logits,
+    draft_logits,
+    draft_token_ids,
+    rule,
+    *,
+    seed,
+    offset,
+    sampling=None,
+    draft_sampling=None,
+    draft_stats=None,
+    draft_probs=None,
+    bonus_token_ids=None,
+    row_map=None,
+    cu_draft_tokens=None,
+    max_draft_tokens=None,
+    out=None,
+    scratch=None,
+    backend=None,
+) -> VerifyOutput:
+    """`verify` from raw logits: no softmax is written. On a GPU two launches; with top-k or top-p three.
+
+    The first launch reduces rows to statistics (`RowStats`), by which the second makes probabilities as it reads. What is
+    not said here is as in `verify`.
+
+    Args:
+        target_logits: [B, m + 1, V], or flat [N + B, V], fp32, bf16 or fp16.
+        draft_logits: [B, m, V] or flat [N, V], what each drafted token was drawn from; None: one-hot drafts, or `draft_probs`.
+        sampling: a `Sampling`: what the target's logits stand for; None: temperature 1, nothing dropped. A request of
+            temperature 0 is greedy.
+        draft_sampling: the same for the draft's logits; None: that of the target.
+        draft_stats: the `RowStats` that `sample` gave for the drafted rows, [B, m] or flat [N] like the rows: they are not
+            reduced again, and `draft_sampling` is in them.
+        draft_probs: probabilities in place of `draft_logits`, of the same shape.
+        bonus_token_ids: int32 or int64 [B], the token that follows a draft accepted whole, drawn by the caller: then the
+            target has no bonus rows, [B, m, V] or flat [N, V].
+        row_map: int32 or int64 [B]: draft rows (and `draft_stats`) are [slots, K, V], K >= m, those of request b in slot
+            row_map[b], whatever the layout of the rest.
+        scratch: `verify_triton.new_scratch(B, device, logits_of=(m, V))`, needed under a CUDA graph; None: kept by the launcher.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `verify`; also both or neither of what excludes or needs each other.
+    """
+    sampling = Sampling() if sampling is None else sampling
+    if draft_probs is not None:
+        for name, value in (
+            ("draft_logits", draft_logits),
+            ("draft_stats", draft_stats),
+            ("draft_sampling", draft_sampling),
+        ):
+            if value is not None:
+                raise ValueError(
+                    f"draft_probs and {name} are both given: give draft_probs, or draft_logits with the rest"
+                )
+    elif draft_logits is None and (draft_stats is not None or draft_sampling is not None or row_map is not None):
+        raise ValueError("draft_stats, draft_sampling and row_map belong to draft rows: pass draft_logits")
+    if draft_stats is not None and draft_sampling is not None:
+        raise ValueError("draft_stats hold the draft's sampling already: leave draft_sampling out")
+    if draft_logits is not None and draft_stats is None and draft_sampling is None:
+        draft_sampling = sampling
+    rule = resolve_rule(rule)
+    batch_size, m = _layout(draft_token_ids, cu_draft_tokens, max_draft_tokens)
+    inputs = Inputs(
+        target_logits, draft_probs if draft_logits is None else draft_logits, draft_token_ids, rule, seed, offset,
+        cu_draft_tokens, m, batch_size, sampling=sampling, draft_sampling=draft_sampling, draft_stats=draft_stats,
+        bonus_token_ids=bonus_token_ids, row_map=row_map,
+    )  # fmt: skip
+    return run(
+        inputs, out, scratch, backend, ("target_logits", "draft_logits" if draft_probs is None else "draft_probs")
+    )
+
+
+def _layout(draft_token_ids, cu_draft_tokens, max_draft_tokens):
+    """The number of requests, and of tokens the longest draft may have."""
+    flat = cu_draft_tokens is not None
+    check_tensor("draft_token_ids", draft_token_ids, 1 if flat else 2, INDEX_DTYPES)
+    if flat:
+        check_tensor("cu_draft_tokens", cu_draft_tokens, 1, INDEX_DTYPES)
+        if isinstance(max_draft_tokens, bool) or not isinstance(max_draft_tokens, int) or max_draft_tokens < 0:
+            raise TypeError(f"cu_draft_tokens needs max_draft_tokens, an int >= 0; got {max_draft_tokens!r}")
+        batch_size, m = len(cu_draft_tokens) - 1, max_draft_tokens
+        if batch_size < 0:
+            raise ValueError("cu_draft_tokens must have shape [B + 1], got [0]")
+    else:
+        batch_size, m = draft_token_ids.shape
+        if max_draft_tokens not in (None, m):
+            raise ValueError(f"max_draft_tokens is {max_draft_tokens}, but the padded draft_token_ids have m = {m}")
+    if m > MAX_DRAFT_TOKENS:
+        raise ValueError(f"at most {MAX_DRAFT_TOKENS} drafted tokens a request, got {m}: verify them in shorter drafts")
+    return batch_size, m
+
+
+def run(inputs, out, scratch, backend, names=("target_probs", "draft_probs")) -> VerifyOutput:
+    """Check what every entry point shares, then run a backend. names: of the target's and the draft's rows."""
+    _check_shapes(inputs, names)
+    device, B, m = inputs.target.device, inputs.batch_size, inputs.max_draft_tokens
     for name, value in (("seed", inputs.seed), ("offset", inputs.offset)):
-        if isinstance(value, torch.Tensor):
-            _check_tensor(name, value, 1, (torch.int64,), (B,))
-        elif isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int or an int64 tensor [B], got {type(value).__name__}")
-        elif not -(2**63) <= value < 2**63:
-            raise ValueError(f"{name} must fit in 64 bits, got {value}")
+        check_stream(name, value, B)
+    for name, sampling in (("sampling", inputs.sampling), ("draft_sampling", inputs.draft_sampling)):
+        if sampling is not None:
+            check_sampling(name, sampling, B)
     for strength in inputs.rule.strengths:
         if isinstance(strength, torch.Tensor):
-            _check_tensor(f"the strength of {inputs.rule.name}", strength, 1, (torch.float32,), (B,))
+            check_tensor(f"the strength of {inputs.rule.name}", strength, 1, (torch.float32,), (B,))
     if out is None:
         out = VerifyOutput(
-            torch.empty((B, inputs.max_draft_tokens + 1), dtype=inputs.draft_token_ids.dtype, device=device),
+            torch.empty((B, m + 1), dtype=inputs.draft_token_ids.dtype, device=device),
             torch.empty(B, dtype=torch.int32, device=device),
             torch.empty(B, dtype=torch.bool, device=device),
         )
     else:
         if not isinstance(out, VerifyOutput):
             raise TypeError(f"out must be a VerifyOutput, got {type(out).__name__}")
-        ids = inputs.draft_token_ids.dtype
-        _check_tensor("out.token_ids", out.token_ids, 2, (ids,), (B, inputs.max_draft_tokens + 1))
-        _check_tensor("out.num_accepted", out.num_accepted, 1, (torch.int32,), (B,))
-        _check_tensor("out.valid", out.valid, 1, (torch.bool,), (B,))
-    tensors = (inputs.draft, inputs.draft_token_ids, inputs.cu_draft_tokens, inputs.seed, inputs.offset)
-    for tensor in (*tensors, *inputs.rule.strengths, out.token_ids, out.num_accepted, out.valid, scratch):
-        if isinstance(tensor, torch.Tensor) and tensor.device != device:
-            raise ValueError(f"all tensors must be on the target's device {device}, got one on {tensor.device}")
-    implementation = choose_backend(backend, device)
+        check_tensor("out.token_ids", out.token_ids, 2, (inputs.draft_token_ids.dtype,), (B, m + 1))
+        check_tensor("out.num_accepted", out.num_accepted, 1, (torch.int32,), (B,))
+        check_tensor("out.valid", out.valid, 1, (torch.bool,), (B,))
+    check_device(device, *inputs.tensors, out.token_ids, out.num_accepted, out.valid, scratch)
+    if choose_backend(backend, device) == "torch":
+        implementation = verify_torch.verify
+    else:
+        from .verify_triton import verify as implementation
     if B:
         implementation(inputs, out, scratch)
     return out
 
 
-def choose_backend(backend, device):
-    """The function that runs a batch on `device`. Raises RuntimeError where the backend cannot be had."""
-    if backend not in (None, "torch", "triton"):
-        raise ValueError(f"backend must be 'triton', 'torch' or None, got {backend!r}")
-    if backend == "torch" or (backend is None and device.type != "cuda"):
-        return verify_torch.verify
-    try:
-        from . import verify_triton
-    except ImportError as error:
-        raise RuntimeError("triton is not installed: install it, or pass backend='torch'") from error
-    if device.type == "cpu" and not verify_triton.INTERPRETED:
-        raise RuntimeError(
-            "backend='triton' runs on CPU tensors only in the interpreter: set TRITON_INTERPRET=1 before importing "
-            "triton, or pass backend='torch'"
-        )
-    return verify_triton.verify
-
-
-def _check_tensor(name, tensor, dim, dtypes, shape=None):
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    if tensor.dtype not in dtypes:
-        wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-        raise TypeError(f"{name} must be {wanted}, got {str(tensor.dtype).removeprefix('torch.')}: cast it first")
-    if tensor.dim() != dim:
-        raise ValueError(f"{name} must have {dim} dimensions, got shape {tuple(tensor.shape)}")
-    if shape is not None and tuple(tensor.shape) != tuple(shape):
-        raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
+def _check_shapes(inputs, names):
+    """The rows, and what belongs to them, against the drafted tokens."""
+    flat, B, m = inputs.cu_draft_tokens is not None, inputs.batch_size, inputs.max_draft_tokens
+    tokens = inputs.draft_token_ids
+    bonus = inputs.bonus_token_ids is None
+    if bonus is False:
+        check_tensor("bonus_token_ids", inputs.bonus_token_ids, 1, INDEX_DTYPES, (B,))
+    shapes = [(len(tokens) + B * bonus,), (len(tokens),)] if flat else [(B, m + bonus), (B, m)]
+    if inputs.row_map is not None:
+        check_tensor("row_map", inputs.row_map, 1, INDEX_DTYPES, (B,))
+        shapes[1] = None
+    for name, rows, expected in zip(names, (inputs.target, inputs.draft), shapes, strict=True):
+        if rows is None:
+            continue
+        check_rows(name, rows, 2 if flat and expected else 3)
+        shape = tuple(rows.shape[:-1])
+        if expected is None and (shape[1] < m or not shape[0]):
+            raise ValueError(f"{name} must have shape [slots, at least {m}, V] beside row_map, got {tuple(rows.shape)}")
+        if expected is not None and shape != expected:
+            wanted = ", ".join(map(str, expected))
+            raise ValueError(
+                f"{name} must have shape [{wanted}, V] beside draft_token_ids of shape {tuple(tokens.shape)}, "
+                f"got {tuple(rows.shape)}"
+            )
+    if inputs.draft_stats is not None:
+        if not isinstance(inputs.draft_stats, RowStats):
+            raise TypeError(f"draft_stats must be a RowStats, got {type(inputs.draft_stats).__name__}")
+        stats = inputs.draft_stats.packed
+        if stats.shape[:-1] != inputs.draft.shape[:-1]:
+            raise ValueError(
+                f"draft_stats must be those of {names[1]} {tuple(inputs.draft.shape)}, got {tuple(stats.shape)}"
+            )

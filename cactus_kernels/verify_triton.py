@@ -11,11 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from . import philox, race_torch, rules, verify_torch
+from . import philox, race_torch, rows_torch, rules, verify_torch
 
 CHUNK = tl.constexpr(race_torch.CHUNK)
 ONE = tl.constexpr(race_torch.ONE)
-MAX_PROB = tl.constexpr(verify_torch.MAX_PROB)
+MAX_PROB = tl.constexpr(rows_torch.MAX_PROB)
 TARGET, RESIDUAL, REST = (
     tl.constexpr(kind) for kind in (verify_torch.TARGET, verify_torch.RESIDUAL, verify_torch.REST)
 )

@@ -28,7 +28,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation import logits_process as hf
 
-from cactus_kernels import Cactus, embedded_pair, generate, philox, speculative_generate
+from cactus_kernels import Cactus, RowStats, embedded_pair, generate, philox, row_stats, speculative_generate
 
 ROWS = 12_000
 EOS, PAD = 1, 0
@@ -171,16 +171,19 @@ def draft_words_for_verification(monkeypatch):
 
 
 def one_draft_word_a_round(monkeypatch):
-    right = generate.DraftDraws.__call__
-    monkeypatch.setattr(generate.DraftDraws, "__call__", lambda self, probs, j: right(self, probs, 0))
+    right = generate.DraftSampler.__call__
+    monkeypatch.setattr(generate.DraftSampler, "__call__", lambda self, logits, j: right(self, logits, 0))
 
 
 def raw_draft_rows(monkeypatch):
     right = generate._Decoder.draft
 
     def draft(self):
-        ids, p = right(self)
-        return ids, p if p is None else (p**0.5 / (p**0.5).sum(-1, keepdim=True))
+        """Verified at temperature 1, whatever they were drawn at."""
+        ids, logits, stats = right(self)
+        if stats is not None:
+            stats = RowStats(row_stats(logits.flatten(0, 1)).packed.view_as(stats.packed))
+        return ids, logits, stats
 
     monkeypatch.setattr(generate._Decoder, "draft", draft)
 

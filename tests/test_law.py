@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from cactus_kernels import law, philox, race_torch, verify_torch
+from cactus_kernels import law, philox, race_torch, rows_torch
 from cactus_kernels.rows import draw
-from cactus_kernels.rules import Cactus, SpS
+from cactus_kernels.rules import Cactus, SpS, m
 from cactus_kernels.verify import verify
 
 DRAWS = 200_000
@@ -56,16 +56,16 @@ def test_emitted_tokens_follow_the_exact_law(rule, delta, V):
     assert p_value(tokens, exact.emitted(p.double().numpy(), q.double().numpy(), delta)) > exact.FALSE_ALARM
 
 
+def wrong_cactus_h(q, q_n, p_n, is_drafted, stat, delta):
+    h_n = m.minimum(q_n + m.sqrt_rn(2.0 * q_n * (1.0 - q_n) * delta), 1.0)
+    return m.where(is_drafted, h_n, q)
+
+
 @pytest.mark.parametrize("V", [7, 37])
 def test_a_wrong_recovery_weight_is_caught(V, monkeypatch):
     """The deliberate error: recovering from (q - p)+ where the rule says (h - p)+."""
     rule = Cactus(0.5)
-    right = rule.h
-
-    def wrong(q, q_n, p_n, is_drafted, stat, delta):
-        return right(q, q_n, p_n, is_drafted, stat, delta) if is_drafted else q
-
-    monkeypatch.setattr(Cactus, "h", staticmethod(wrong))
+    monkeypatch.setattr(Cactus, "h", staticmethod(wrong_cactus_h))
     p, q = pair(V)
     tokens = emitted_tokens(p, q, rule, DRAWS)
     assert p_value(tokens, exact.emitted(p.double().numpy(), q.double().numpy(), 0.5)) < exact.FALSE_ALARM
@@ -286,4 +286,4 @@ def test_bad_input_to_the_law_is_refused(p, q, rule, says):
 
 def test_group_and_chunk_sizes_meet():
     """The law tests above reach every branch of the reference only while these hold."""
-    assert race_torch.CHUNK == 1024 and verify_torch.GROUP >= race_torch.CHUNK
+    assert race_torch.CHUNK == 1024 and rows_torch.GROUP >= race_torch.CHUNK

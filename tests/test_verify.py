@@ -470,8 +470,8 @@ def constant_words(request, backend, monkeypatch):
     else:
 
         def constant(seed, *counter):
-            shape = torch.broadcast_shapes(seed.shape, *(torch.as_tensor(c).shape for c in counter))
-            return tuple(torch.full(shape, w, device=seed.device) for w in request.param)
+            shape = np.broadcast_shapes(*(np.shape(c) for c in (seed, *counter)))
+            return tuple(np.full(shape, w) for w in request.param)
 
         monkeypatch.setattr(philox, "philox", constant)
     return request.param
