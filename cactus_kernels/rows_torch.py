@@ -31,7 +31,7 @@ class ProbRows:
 
     def at(self, request, position, token):
         """fp32 array, 0 where the token is not in this vocabulary; int64 arguments that broadcast."""
-        index = np.broadcast_arrays(*self.index(request, position), token.clip(0, self.vocab_size - 1))
+        index = np.broadcast_arrays(*self.index(request, position), np.minimum(np.maximum(token, 0), self.vocab_size - 1))
         values = self.rows[self._tensors(index)].float().cpu().numpy()
         return np.where((token >= 0) & (token < self.vocab_size), values, np.float32(0))
 
@@ -109,67 +109,65 @@ def keep(weights, logits, stats):
         weights[r, int(stats.view(np.int32)[r, ARGMAX])] = 1
 
 
-def reduced(rows, request, position, settings, entropy=False):
-    """The statistics of rows of logits, a few rows at a time: yields (slice of them, stats, weights, chunk sums).
+class Settings:
+    """A `Sampling` on the host, for every request: arrays [B], and what follows from them."""
+
+    def __init__(self, sampling, batch_size):
+        values = []
+        for name, value in zip(SETTINGS, sampling.settings(), strict=True):
+            dtype = np.int64 if name == "top_k" else np.float32
+            is_tensor = isinstance(value, torch.Tensor)
+            values.append(value.cpu().numpy().astype(dtype) if is_tensor else np.full(batch_size, value, dtype=dtype))
+        self.temperature, self.top_k, self.top_p, self.min_p = values
+        self.is_bad = ~((self.temperature >= 0) & (self.temperature < np.inf) & (self.top_k >= 0))
+        for share in (self.top_p, self.min_p):
+            self.is_bad |= ~((share >= 0) & (share <= 1))
+        self.inverse = inverse_temperature(np.where(self.is_bad, np.float32(1), self.temperature))
+        self.truncates = (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0) | (self.inverse == 0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            self.log_min_p = np.log(self.min_p)
+
+
+def reduced(rows, request, position, settings, entropy=False, visit=None):
+    """The statistics of rows of logits: fp32 array [R, 8].
 
     Args:
         rows: a `ProbRows` over logits. request, position: int64 arrays [R], which rows.
-        settings: temperature, top_k, top_p, min_p of every request: fp32 (top_k int64) arrays [B].
-        entropy: whether the column ENTROPY is asked for; else it is NaN.
-
-    Yields:
-        stats fp32 array [R', 8]; weights fp32 tensor [R', V], prob / NORM; chunk sums fp32 array [R', C].
+        settings: `Settings`. entropy: whether the column ENTROPY is asked for; else it is NaN.
+        visit: called for a few rows at a time, with their slice, their weights (prob / NORM) fp32 [R', V], and the chunk
+            sums of these, fp32 array [R', C].
     """
+    stats = np.full((len(request), COLUMNS), np.nan, dtype=np.float32)
+    total, kept, mean_log = (np.empty(len(request)) for _ in range(3))
+    inverse = stats[:, INVERSE_TEMPERATURE] = settings.inverse[request]
+    stats[:, CUTOFF] = -np.inf
+    truncates = settings.truncates[request]
     size = max(1, GROUP // rows.vocab_size)
     for start in range(0, len(request), size):
         r = slice(start, start + size)
         x = rows.whole(request[r], position[r])
-        temperature, top_k, top_p, min_p = (s[request[r]] for s in settings)
-        stats = np.full((len(x), COLUMNS), np.nan, dtype=np.float32)
-        bad = ~((temperature >= 0) & (temperature < np.inf) & (top_k >= 0))
-        bad |= ~((top_p >= 0) & (top_p <= 1) & (min_p >= 0) & (min_p <= 1))
-        largest = x.amax(1).cpu().numpy()
-        bad |= ~(np.abs(largest) < np.inf)  # NaN comes through the maximum
-        stats[:, MAX] = np.where(bad, np.float32(0), largest)
-        inverse = inverse_temperature(np.where(bad, np.float32(1), temperature))
-        stats[:, INVERSE_TEMPERATURE] = inverse
-        stats.view(np.int32)[:, ARGMAX] = _first_largest(x)
-        stats[:, CUTOFF] = -np.inf
-
-        weights = exp_weights(x, stats[:, MAX], inverse)
+        largest, stats.view(np.int32)[r, ARGMAX] = _first_largest(x)
+        stats[r, MAX] = largest
+        weights = exp_weights(x, largest, inverse[r])
         sums = race_torch.float_chunk_sums(weights)
-        total = sums.sum(1, dtype=np.float64)
-        truncated = (top_k > 0) | (top_p < 1) | (min_p > 0) | (inverse == 0)
-        if truncated.any():
-            with np.errstate(divide="ignore"):
-                lowest = stats[:, MAX] + temperature * np.log(min_p)
-            for i in np.flatnonzero(truncated & ~bad):
-                cutoff = lowest[i]
-                if inverse[i] == 0:
-                    cutoff = stats[i, MAX]
-                elif top_k[i] > 0 or top_p[i] < 1:
-                    cutoff = max(cutoff, _cutoff(x[i], weights[i], total[i], int(top_k[i]), top_p[i]))
-                stats[i, CUTOFF] = cutoff
-            keep(weights, x, stats)
+        kept[r] = total[r] = sums.sum(1)
+        if truncates[r].any():
+            for i in np.flatnonzero(truncates[r]):
+                stats[start + i, CUTOFF] = _cutoff(x[i], weights[i], total[start + i], settings, request[start + i])
+            keep(weights, x, stats[r])
             sums = race_torch.float_chunk_sums(weights)
-        kept = sums.sum(1, dtype=np.float64)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            stats[:, NORM] = np.where(bad, np.float32(np.nan), np.float32(1) / kept.astype(np.float32))
-            stats[:, KEPT] = np.where(inverse == 0, np.float32(1), (kept / total).astype(np.float32))
-            if entropy:
-                mean = torch.special.xlogy(weights, weights).sum(1, dtype=torch.float64).cpu().numpy() / kept
-                stats[:, ENTROPY] = np.log(kept) - mean
-        yield r, stats, weights, sums
-
-
-def settings_of(sampling, batch_size):
-    """temperature, top_k, top_p, min_p of every request: fp32 (top_k int64) arrays [B]."""
-    found = []
-    for name, value in zip(SETTINGS, sampling.settings(), strict=True):
-        dtype = np.int64 if name == "top_k" else np.float32
-        is_tensor = isinstance(value, torch.Tensor)
-        found.append(value.cpu().numpy().astype(dtype) if is_tensor else np.full(batch_size, value, dtype=dtype))
-    return found
+            kept[r] = sums.sum(1)
+        if entropy:
+            mean_log[r] = torch.special.xlogy(weights, weights).sum(1, dtype=torch.float64).cpu().numpy()
+        if visit:
+            visit(r, weights, sums)
+    bad = settings.is_bad[request] | ~(np.abs(stats[:, MAX]) < np.inf)  # NaN comes through the maximum
+    with np.errstate(divide="ignore", invalid="ignore"):
+        stats[:, NORM] = np.where(bad, np.nan, 1 / kept)
+        stats[:, KEPT] = np.where(inverse == 0, 1, kept / total)
+        if entropy:
+            stats[:, ENTROPY] = np.log(kept) - mean_log / kept
+    return stats
 
 
 def inverse_temperature(temperature):
@@ -178,21 +176,27 @@ def inverse_temperature(temperature):
         return np.where(temperature == 0, np.float32(0), np.minimum(np.float32(1) / temperature, np.float32(LARGEST)))
 
 
-def _cutoff(x, weights, total, top_k, top_p):
-    """The lowest logit that top-k, then top-p keep. x, weights: fp32 [V]; total: the sum of the weights."""
+def _cutoff(x, weights, total, settings, request):
+    """The lowest logit that a request keeps of a row. x, weights: fp32 [V]; total: the sum of the weights."""
     x, weights = x.cpu().numpy(), weights.cpu().numpy()
+    largest = x.max()
+    if settings.inverse[request] == 0 or settings.is_bad[request] or not abs(largest) < np.inf:
+        return largest
+    top_k, top_p = int(settings.top_k[request]), settings.top_p[request]
+    lowest = largest + settings.temperature[request] * settings.log_min_p[request]
     values = x
-    lowest = -np.inf
     if 0 < top_k < len(x):
         maxima = x[: len(x) // race_torch.CHUNK * race_torch.CHUNK].reshape(-1, race_torch.CHUNK).max(1)
         if len(maxima) >= top_k:  # the k-th largest of the chunks' maxima is at most the k-th largest of all
             values = x[x >= np.partition(maxima, -top_k)[-top_k]]
-        lowest = np.partition(values, -top_k)[-top_k]
-        if top_p == 1:
-            return lowest
-        kept = x >= lowest
-        values, weights = x[kept], weights[kept]
-        total = weights.sum(dtype=np.float64)
+        kth = np.partition(values, -top_k)[-top_k]
+        lowest = max(lowest, kth)
+        if top_p < 1:
+            some = x >= kth
+            values, weights = x[some], weights[some]
+            total = weights.sum(dtype=np.float64)
+    if top_p == 1:
+        return lowest
     mass = float(top_p) * total
     # Few tokens hold most of the mass: only they get sorted.
     for bound in (2**-6, 2**-12, 2**-20):
@@ -203,14 +207,17 @@ def _cutoff(x, weights, total, top_k, top_p):
     order = np.argsort(values)[::-1]
     above = weights[order].cumsum(dtype=np.float64) - weights[order]
     last = max(int(np.searchsorted(above, mass)) - 1, 0)
-    return values[order[last]]
+    return max(lowest, values[order[last]])
 
 
 def _first_largest(x):
-    """The lowest id of the largest of each row: int array [R]."""
-    return (
-        x.numpy().argmax(1) if x.device.type == "cpu" else (x == x.amax(1, keepdim=True)).int().argmax(1).cpu().numpy()
-    )
+    """The largest of each row, NaN where a row holds one, and its lowest id: fp32 and int arrays [R]."""
+    if x.device.type == "cpu":
+        x = x.numpy()
+        ids = x.argmax(1)
+        return x[np.arange(len(x)), ids], ids
+    largest = x.amax(1)
+    return largest.cpu().numpy(), (x == largest[:, None]).int().argmax(1).cpu().numpy()
 
 
 def _column(values, like):
@@ -224,17 +231,22 @@ def row_stats(inputs, out, scratch=None):
     """Write the statistics of `inputs` (a checked `rows.RowInputs`) to `out.stats`; draw from the rows if it has a seed."""
     B, vocab_size = inputs.logits.shape
     rows, every = ProbRows(inputs.logits, lambda request, position: (request,)), np.arange(B)
-    noise = inputs.noise
-    if noise is None and inputs.seed is not None:
-        noise = draft_noise(inputs.seed, inputs.offset, B, vocab_size, 1)[0]
-    for r, stats, weights, sums in reduced(rows, every, every, settings_of(inputs.sampling, B), inputs.entropy):
-        out.stats.packed[r] = torch.from_numpy(stats)
-        if noise is None:
-            continue
-        token = race_torch.race(sums, weights, [x[r] for x in noise])
-        probs = weights[np.arange(len(token)), token].cpu().numpy() * stats[:, NORM]
-        out.token_ids[r] = torch.from_numpy(np.where(np.isnan(probs), -1, token))
-        out.probs[r] = torch.from_numpy(probs)
+    if inputs.seed is None:
+        stats = reduced(rows, every, every, Settings(inputs.sampling, B), inputs.entropy)
+        out.stats.packed.copy_(torch.from_numpy(stats))
+        return
+    noise = inputs.noise or draft_noise(inputs.seed, inputs.offset, B, vocab_size, 1)[0]
+    tokens, probs = np.empty(B, dtype=np.int64), np.empty(B, dtype=np.float32)
+
+    def draw(r, weights, sums):
+        tokens[r] = race_torch.race(sums, weights, [x[r] for x in noise])
+        probs[r] = weights[every[: len(weights)], tokens[r]].cpu().numpy()
+
+    stats = reduced(rows, every, every, Settings(inputs.sampling, B), inputs.entropy, draw)
+    probs *= stats[:, NORM]
+    tokens[np.isnan(probs)] = -1
+    for to, values in ((out.stats.packed, stats), (out.token_ids, tokens), (out.probs, probs)):
+        to.copy_(torch.from_numpy(values))
 
 
 def draft_noise(seed, offset, batch_size, vocab_size, count):

@@ -12,68 +12,14 @@ import triton
 import triton.language as tl
 
 from . import philox, race_torch, rows_torch, rules, verify_torch
+from .race_triton import BAD, CHUNK, LOWEST, ONE, race, row_at, stream_of, uniform
 
-CHUNK = tl.constexpr(race_torch.CHUNK)
-ONE = tl.constexpr(race_torch.ONE)
 MAX_PROB = tl.constexpr(rows_torch.MAX_PROB)
 TARGET, RESIDUAL, REST = (
     tl.constexpr(kind) for kind in (verify_torch.TARGET, verify_torch.RESIDUAL, verify_torch.REST)
 )
-ACCEPT, SEED = tl.constexpr(philox.ACCEPT), tl.constexpr(philox.SEED)
-LOG_0, LOG_1, LOG_2, LOG_3, LOG_4, LOG_5, LOG_6, LOG_7 = (tl.constexpr(c) for c in philox.LOG)
-LN2, BELOW_SQRT_HALF = tl.constexpr(philox.LN2), tl.constexpr(philox.BELOW_SQRT_HALF)
-SQRT_HALF_BITS = tl.constexpr(philox.SQRT_HALF_BITS)
-BELOW_ONE = tl.constexpr(1 - 2**-24)
-# Race words are int64: the bits of a key > 0 (fp32, so their order is that of the keys), then LOWEST ^ index, so that
-# ties go to the lowest index. 0: nothing to win. BAD beats every key: a value that counts is bad.
-LOWEST = tl.constexpr(2**31 - 1)  # in the interpreter a constexpr must not stand on the left of an operator
-BAD = tl.constexpr(2**63 - 1)
+ACCEPT = tl.constexpr(philox.ACCEPT)
 SPLIT_CHUNKS = tl.constexpr(256)  # chunks one block can hold sums of: V <= 262,144 in one split
-
-
-@triton.jit
-def _uniform(r0, r1):
-    """fp32 in [0, 1), as `philox.uniform`."""
-    v = (r0 >> 8).to(tl.float32) * (2**-24) + (r1 >> 9).to(tl.float32) * (2**-47)
-    return tl.minimum(v, BELOW_ONE)
-
-
-@triton.jit
-def _exponential(r0, r1):
-    """fp32 > 0, as `philox.exponential`, operation by operation."""
-    v = (r0 >> 8).to(tl.float32) * (2**-24) + (2 * (r1 >> 9) + 1).to(tl.float32) * (2**-48)
-    v = tl.minimum(v, BELOW_ONE)
-    bits = (1.0 - v).to(tl.int32, bitcast=True) - SQRT_HALF_BITS
-    small = v < BELOW_SQRT_HALF
-    e = tl.where(small, 0, bits >> 23).to(tl.float32)
-    mantissa = ((bits & 0x7FFFFF) + SQRT_HALF_BITS).to(tl.float32, bitcast=True)
-    f = tl.where(small, -v, mantissa - 1.0)
-    poly = ((f * LOG_7 + LOG_6) * f + LOG_5) * f
-    poly = ((poly + LOG_4) * f + LOG_3) * f
-    poly = (((poly + LOG_2) * f + LOG_1) * f + LOG_0) * f
-    log1p = f + f * poly
-    return -(log1p + e * LN2)
-
-
-@triton.jit
-def _race(weights, index, stream, purpose, zero):
-    """The word of the winner. weights fp32 or int64 [K] >= 0; index int32 [K]; stream (seed, low, high word of the row)."""
-    seed, low, high = stream
-    # `zero` is an int64 >= 0 that was just computed. What is added is 0, but the compiler cannot know: else it shares the
-    # 20 round keys of the seed between the races and keeps them in registers through the loop.
-    r0, r1, _, _ = tl.philox(seed + (zero >> 63), index.to(tl.uint32), purpose, low, high)
-    key = tl.div_rn(weights.to(tl.float32), _exponential(r0, r1))
-    word = (key.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (index ^ LOWEST).to(tl.int64)
-    return tl.max(tl.where(weights > 0, word, 0))
-
-
-@triton.jit
-def _row(rows, offset, ALIGNED: tl.constexpr):
-    """Pointer to a row, known to be a multiple of 16 bytes where the launcher says so: then 128-bit loads."""
-    if ALIGNED:
-        UNIT: tl.constexpr = 128 // rows.dtype.element_ty.primitive_bitwidth
-        offset = offset // UNIT * UNIT  # the product is what the compiler sees; `tl.multiple_of` gets lost on the way
-    return rows + offset
 
 
 @triton.jit
@@ -164,7 +110,7 @@ def _scan(
         added = _fixed_weight(q_at_n, p_at_n, q_n, p_n, strengths, H, KIND)
         sums -= tl.where(chunk == tl.where(n < V, n // CHUNK, -1), added, 0)
     bad = tl.sum(bad).to(tl.int64)
-    word = _race(tl.where(chunk < end, sums, 0), chunk, stream, PURPOSE, bad)
+    word = race(tl.where(chunk < end, sums, 0), chunk, stream, PURPOSE, bad)
     return tl.where(bad > 0, BAD, word)
 
 
@@ -203,15 +149,7 @@ def verify_kernel(
 
     # 1. The request's numbers, and where they are bad.
     bad_request = request < 0
-    if seed.dtype.is_ptr():
-        key = tl.load(seed + request)
-    else:
-        r0, r1, _, _ = tl.philox(seed.to(tl.int64), request.to(tl.uint32), SEED, 0, 0)
-        key = r0.to(tl.int64) | (r1.to(tl.int64) << 32)
-    if offset.dtype.is_ptr():
-        position = tl.load(offset + request)
-    else:
-        position = offset.to(tl.int64)
+    key, position = stream_of(seed, offset, request)
     values = ()
     for k in tl.static_range(len(strengths)):
         s = strengths[k]
@@ -243,7 +181,7 @@ def verify_kernel(
     q_n, p_n = tl.minimum(q, 1.0), tl.minimum(p, 1.0)
     at = position + j
     r0, r1, _, _ = tl.philox(key, tl.zeros_like(j).to(tl.uint32), ACCEPT, at.to(tl.uint32), (at >> 32).to(tl.uint32))
-    accepted = (_uniform(r0, r1) * p_n < H(q_n, q_n, p_n, True, None, *values)) & (ids >= 0) & (bad == 0)
+    accepted = (uniform(r0, r1) * p_n < H(q_n, q_n, p_n, True, None, *values)) & (ids >= 0) & (bad == 0)
     stop = tl.min(tl.where(accepted, BLOCK_M, j), 0)
     stop = tl.where(bad_request, 0, stop)
     bad_request |= tl.sum(tl.where(j == stop, bad.to(tl.int32), 0), 0) > 0
@@ -255,12 +193,12 @@ def verify_kernel(
     stream = (key, at.to(tl.uint32), (at >> 32).to(tl.uint32))
 
     # 3. This block's share of the one row pair.
-    q_row = _row(target, wide * strides[0] + (start + stop) * strides[1], VEC > 1)
+    q_row = row_at(target, wide * strides[0] + (start + stop) * strides[1], VEC > 1)
     if draft is None:
         p_row = q_row
         RESIDUE: tl.constexpr = REST
     else:
-        p_row = _row(draft, wide * strides[2] + (start + stop) * strides[3], VEC > 1)
+        p_row = row_at(draft, wide * strides[2] + (start + stop) * strides[3], VEC > 1)
         RESIDUE: tl.constexpr = RESIDUAL
     first = split * share
     end = tl.minimum(first + share, tl.cdiv(V, CHUNK))
@@ -287,7 +225,7 @@ def verify_kernel(
             for c in range(0, tl.cdiv(V, CHUNK)):
                 w = _chunk_weights(q_row, p_row, drafted, c, V, p_end, values, H, RESIDUE)
                 total = tl.sum((w * ONE).to(tl.int64), 0) + tl.zeros((1,), tl.int64)
-                word = tl.maximum(word, _race(total, c + tl.arange(0, 1), stream, PICK_CHUNK, word))
+                word = tl.maximum(word, race(total, c + tl.arange(0, 1), stream, PICK_CHUNK, word))
         ok = (word > 0) & (word < BAD)
         # The accepted tokens are read again, and all else is written before the draw: both spare registers.
         tl.store(num_accepted + wide * strides[8], stop.to(tl.int32))
@@ -300,7 +238,7 @@ def verify_kernel(
         chunk = (word & LOWEST) ^ LOWEST
         q_end, p_end = tl.where(ok, V, 0), tl.where(ok, p_end, 0)
         w = _chunk_weights(q_row, p_row, drafted, chunk, q_end, p_end, values, H, RESIDUE)
-        winner = _race(w, tl.arange(0, CHUNK), stream, PICK_TOKEN, word)
+        winner = race(w, tl.arange(0, CHUNK), stream, PICK_TOKEN, word)
         winner = chunk * CHUNK + ((winner & LOWEST) ^ LOWEST)
         tl.store(to + stop * strides[7], winner.to(token_ids.dtype.element_ty), mask=ok)
 

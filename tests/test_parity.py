@@ -102,8 +102,8 @@ def words_kernel(out, seed, counters, COUNT: tl.constexpr):
 def floats_kernel(exponentials, uniforms, words, COUNT: tl.constexpr):
     i = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     r0, r1 = tl.load(words + i * 2).to(tl.uint32), tl.load(words + i * 2 + 1).to(tl.uint32)
-    tl.store(exponentials + i, verify_triton._exponential(r0, r1))
-    tl.store(uniforms + i, verify_triton._uniform(r0, r1))
+    tl.store(exponentials + i, race_triton.exponential(r0, r1))
+    tl.store(uniforms + i, race_triton.uniform(r0, r1))
 
 
 @triton.jit
