@@ -107,10 +107,10 @@ def choose_backend(backend, device) -> str:
     if backend == "torch" or (backend is None and device.type != "cuda"):
         return "torch"
     try:
-        from . import verify_triton
+        from . import race_triton
     except ImportError as error:
         raise RuntimeError("triton is not installed: install it, or pass backend='torch'") from error
-    if device.type == "cpu" and not verify_triton.INTERPRETED:
+    if device.type == "cpu" and not race_triton.INTERPRETED:
         raise RuntimeError(
             "backend='triton' runs on CPU tensors only in the interpreter: set TRITON_INTERPRET=1 before importing "
             "triton, or pass backend='torch'"

@@ -18,8 +18,6 @@ LOWEST = tl.constexpr(2**31 - 1)  # in the interpreter a constexpr must not stan
 BAD = tl.constexpr(2**63 - 1)
 
 
-
-
 @triton.jit
 def uniform(r0, r1):
     """fp32 in [0, 1), as `philox.uniform`."""
@@ -78,3 +76,6 @@ def row_at(rows, offset, ALIGNED: tl.constexpr):
         UNIT: tl.constexpr = 128 // rows.dtype.element_ty.primitive_bitwidth
         offset = offset // UNIT * UNIT  # the product is what the compiler sees; `tl.multiple_of` gets lost on the way
     return rows + offset
+
+
+INTERPRETED = not isinstance(row_at, triton.runtime.jit.JITFunction)

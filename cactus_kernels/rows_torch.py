@@ -31,7 +31,9 @@ class ProbRows:
 
     def at(self, request, position, token):
         """fp32 array, 0 where the token is not in this vocabulary; int64 arguments that broadcast."""
-        index = np.broadcast_arrays(*self.index(request, position), np.minimum(np.maximum(token, 0), self.vocab_size - 1))
+        index = np.broadcast_arrays(
+            *self.index(request, position), np.minimum(np.maximum(token, 0), self.vocab_size - 1)
+        )
         values = self.rows[self._tensors(index)].float().cpu().numpy()
         return np.where((token >= 0) & (token < self.vocab_size), values, np.float32(0))
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from . import philox, race_torch, sampling
-from .race_triton import CHUNK, LOWEST, ONE, race, row_at, stream_of
+from .race_triton import CHUNK, INTERPRETED, LOWEST, ONE, race, row_at, stream_of
 
 MAX, NORM, CUTOFF, INVERSE_TEMPERATURE, ARGMAX, KEPT, ENTROPY = (
     tl.constexpr(column)
@@ -443,7 +443,7 @@ def rows_kernel(
                 )  # fmt: skip
 
 
-# Enough blocks for one wave of four a multiprocessor on a large GPU.
+# Launched with 8 warps of at most 64 registers, four blocks fit a multiprocessor: about one wave on a large GPU.
 BLOCKS = 512
 NUM_WARPS = 8
 
@@ -577,9 +577,6 @@ def is_aligned(rows):
     """Whether every row starts at a multiple of 16 bytes."""
     strides = all(x * t.element_size() % 16 == 0 for t in rows for x in t.stride()[:-1])
     return strides and all(t.data_ptr() % 16 == 0 for t in rows)
-
-
-INTERPRETED = not isinstance(rows_kernel, triton.runtime.jit.JITFunction)
 
 
 @functools.cache

@@ -13,6 +13,20 @@ import triton.language as tl
 
 from . import philox, race_torch, rows_torch, rules, verify_torch
 from .race_triton import BAD, CHUNK, LOWEST, ONE, race, row_at, stream_of, uniform
+from .rows_triton import (
+    BLOCKS,
+    NUM_WARPS,
+    dense,
+    is_aligned,
+    lanes,
+    load_stats,
+    prob,
+    reduce_rows,
+    row_strides,
+    span_of,
+    with_scratch,
+)
+from .sampling import COLUMNS
 
 MAX_PROB = tl.constexpr(rows_torch.MAX_PROB)
 TARGET, RESIDUAL, REST = (
@@ -28,6 +42,25 @@ def _is_bad(x):
 
 
 @triton.jit
+def _load(rows, at, token, mask, stats):
+    """fp32 probabilities of tokens, 0 where the mask is False. at: their offsets. stats: (), or `load_stats` of logits."""
+    if len(stats) == 0:
+        return tl.load(rows + at, mask=mask, other=0.0).to(tl.float32)
+    else:
+        return prob(tl.load(rows + at, mask=mask, other=-float("inf")).to(tl.float32), token, stats)
+
+
+@triton.jit
+def _stream(row, at, token, stats):
+    """The same without a mask, for what is read once."""
+    x = tl.load(row + at, eviction_policy="evict_first").to(tl.float32)
+    if len(stats) == 0:
+        return x
+    else:
+        return prob(x, token, stats)
+
+
+@triton.jit
 def _fixed_weight(q, p, q_n, p_n, strengths, H: tl.constexpr, KIND: tl.constexpr):
     """Weights of tokens that are not n, in units of 2^-52."""
     w = q
@@ -40,7 +73,7 @@ def _fixed_weight(q, p, q_n, p_n, strengths, H: tl.constexpr, KIND: tl.constexpr
 
 @triton.jit
 def _sums(
-    q_row, p_row, first, q_end, p_end, q_n, p_n, strengths, H: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
+    rows, first, q_end, p_end, q_n, p_n, strengths, H: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
     WARPS: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr, VEC: tl.constexpr
 ):  # fmt: skip
     """STEP tokens of each of WARPS chunks, `first` being the first: their sums int64 [WARPS], bad ones int32 [WARPS, LANES]."""
@@ -49,18 +82,23 @@ def _sums(
     warp = tl.arange(0, WARPS)[None, :, None, None] * CHUNK
     lane = tl.arange(0, LANES)[None, None, :, None] * VEC
     token = repeat + warp + lane + tl.arange(0, VEC)[None, None, None, :]
+    q_row, p_row, q_stats, p_stats = rows
     p = 0.0
     if MASKED:
-        q = tl.load(q_row + first + token, mask=token < q_end - first, other=0.0).to(tl.float32)
+        q = _load(q_row + first, token, token + first, token < q_end - first, q_stats)
         if KIND == RESIDUAL:
-            p = tl.load(p_row + first + token, mask=token < p_end - first, other=0.0).to(tl.float32)
+            p = _load(p_row + first, token, token + first, token < p_end - first, p_stats)
     else:
-        q = tl.load(q_row + first + token, eviction_policy="evict_first").to(tl.float32)
+        q = _stream(q_row + first, token, token + first, q_stats)
         if KIND == RESIDUAL:
-            p = tl.load(p_row + first + token, eviction_policy="evict_first").to(tl.float32)
-    bad = _is_bad(q)
+            p = _stream(p_row + first, token, token + first, p_stats)
+    # Of logits, the statistics say whether a row is bad.
+    bad = tl.zeros_like(q) != 0.0
+    if len(q_stats) == 0:
+        bad = _is_bad(q)
     if KIND == RESIDUAL:
-        bad = bad | _is_bad(p)
+        if len(p_stats) == 0:
+            bad = bad | _is_bad(p)
     weights = _fixed_weight(q, p, q_n, p_n, strengths, H, KIND)
     if MASKED:
         weights = tl.where(token < q_end - first, weights, 0)  # a rule may give mass to tokens without any
@@ -69,12 +107,12 @@ def _sums(
 
 @triton.jit
 def _scan(
-    q_row, p_row, drafted, first, end, V, V_draft, stream, strengths, H: tl.constexpr, KIND: tl.constexpr,
+    rows, drafted, first, end, V, V_draft, stream, strengths, H: tl.constexpr, KIND: tl.constexpr,
     PURPOSE: tl.constexpr, WARPS: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr, VEC: tl.constexpr
 ):  # fmt: skip
     """The word of the race between chunks first .. end - 1, at most SPLIT_CHUNKS.
 
-    q_row, p_row: pointers to the rows, [V] and [V_draft]. drafted: (n, its q and p).
+    rows: pointers to the rows, [V] and [V_draft], and for each () or its `load_stats`. drafted: (n, its q and p).
     """
     n, q_at_n, p_at_n = drafted
     q_n, p_n = tl.minimum(q_at_n, 1.0), tl.minimum(p_at_n, 1.0)
@@ -90,7 +128,7 @@ def _scan(
     STEPS: tl.constexpr = CHUNK // STEP
     for t in range(0, full * STEPS):
         token = (first + t // STEPS * WARPS) * CHUNK + (t - t // STEPS * STEPS) * STEP
-        s, b = _sums(q_row, p_row, token, q_end, p_end, q_n, p_n, strengths, H, KIND, False, WARPS, LANES, STEP, VEC)
+        s, b = _sums(rows, token, q_end, p_end, q_n, p_n, strengths, H, KIND, False, WARPS, LANES, STEP, VEC)
         sums += tl.where(column == t // STEPS, s[:, None], 0)
         bad += b
     # The tail is masked, which takes registers: shorter steps make up for them.
@@ -99,9 +137,7 @@ def _scan(
     TAILS: tl.constexpr = CHUNK // TAIL
     for t in range(full * TAILS, rounds * TAILS):
         token = (first + t // TAILS * WARPS) * CHUNK + (t - t // TAILS * TAILS) * TAIL
-        s, b = _sums(
-            q_row, p_row, token, q_end, p_end, q_n, p_n, strengths, H, KIND, True, WARPS, LANES, TAIL, TAIL_VEC
-        )
+        s, b = _sums(rows, token, q_end, p_end, q_n, p_n, strengths, H, KIND, True, WARPS, LANES, TAIL, TAIL_VEC)
         sums += tl.where(column == t // TAILS, s[:, None], 0)
         bad += b
     chunk = first + column * WARPS + tl.arange(0, WARPS)[:, None]
@@ -116,31 +152,37 @@ def _scan(
 
 @triton.jit
 def _chunk_weights(
-    q_row, p_row, drafted, chunk, q_end, p_end, strengths, H: tl.constexpr, RESIDUE: tl.constexpr
+    rows, drafted, chunk, q_end, p_end, strengths, H: tl.constexpr, RESIDUE: tl.constexpr
 ):  # fmt: skip
     """fp32 weights of one chunk [CHUNK]. Rows end at q_end and p_end: a p_end of 0 leaves the rest, h without n."""
     n, q_at_n, p_at_n = drafted
     token = chunk * CHUNK + tl.arange(0, CHUNK)
-    w = tl.load(q_row + token, mask=token < q_end, other=0.0).to(tl.float32)
+    q_row, p_row, q_stats, p_stats = rows
+    w = _load(q_row, token, token, token < q_end, q_stats)
     w = tl.where(n >= 0, H(w, tl.minimum(q_at_n, 1.0), tl.minimum(p_at_n, 1.0), False, None, *strengths), w)
     if RESIDUE == RESIDUAL:
-        w -= tl.load(p_row + token, mask=token < p_end, other=0.0).to(tl.float32)
+        w -= _load(p_row, token, token, token < p_end, p_stats)
     return tl.where((token == n) | (token >= q_end), 0.0, tl.maximum(w, 0.0))
 
 
-@triton.jit(do_not_specialize=["seed", "offset", "N", "m", "share"])
+@triton.jit(do_not_specialize=["seed", "offset", "N", "m", "share", "slots"])
 def verify_kernel(
     token_ids, num_accepted, valid,  # out: ids [B, m + 1], int32 [B], bool [B]
     scratch,  # int64 [B, 2]: the best word and the number of blocks that arrived, both 0 before and after
-    target, draft,  # probabilities, [B, m + 1, V] and [B, m, V_draft], or flat [N + B, V] and [N, V_draft]; draft or None
+    target, draft,  # [B, m + 1, V] and [B, m, V_draft], or flat [N + B, V] and [N, V_draft]; draft or None
+    target_stats, draft_stats,  # None: the rows are probabilities; else they are logits, and these fp32 [..., 8]
+    bonus_token_ids,  # [B], then the target has no bonus rows; or None
+    row_map, slots,  # [B] slots of draft rows [slots, K, V_draft], or None; how many there are
     draft_token_ids,  # int32 or int64 [B, m] or flat [N]
     cu_draft_tokens,  # [B + 1] prefix sums, or None: padded
     seed, offset,  # int64 [B] or one number
     strengths,  # tuple of fp32 [B] or numbers
     strides,  # in elements, (request, row or column) of target, draft, draft_token_ids, token_ids; num_accepted, valid
+    stats_strides,  # in elements, (request, row) of target_stats and draft_stats
     N, m, V, V_draft,  # drafted tokens in all and at most in a request; vocabulary sizes
     share,  # chunks of a split, a multiple of WARPS
     PER_REQUEST: tl.constexpr,  # bit k: strength k is a tensor
+    STATS_GIVEN: tl.constexpr,  # draft_stats lie as the draft's rows do, flat or by slot; else by request
     H: tl.constexpr, PICK_CHUNK: tl.constexpr, PICK_TOKEN: tl.constexpr,
     BLOCK_M: tl.constexpr, WARPS: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
@@ -157,26 +199,42 @@ def verify_kernel(
             s = tl.load(s + request)
             bad_request |= ((s >= 0.0) & (s < float("inf"))) == 0
         values = values + (s,)  # noqa: RUF005 (triton has no starred tuples)
-    start = wide * 0
-    length = start + m
-    if cu_draft_tokens is not None:
-        start = tl.load(cu_draft_tokens + request).to(tl.int64)
-        length = tl.load(cu_draft_tokens + request + 1).to(tl.int64) - start
-        disorder = (start < 0) | (length < 0) | (start + length > N) | (length > m)
-        start, length = tl.where(disorder, 0, start), tl.where(disorder, 0, length)
-        bad_request |= disorder
+    start, length, disorder = span_of(request, cu_draft_tokens, N, m)
+    bad_request |= disorder
+    slot, draft_start = wide, start
+    if row_map is not None:
+        slot, draft_start = tl.load(row_map + request).to(tl.int64), start * 0
+        outside = (slot < 0) | (slot >= slots)
+        slot = tl.where(outside, 0, slot)
+        bad_request |= outside
 
     # 2. q and p of the drafted tokens, one slot more than there can be, and the first that is rejected, bad or not there.
     j = tl.arange(0, BLOCK_M)
     row = start + j
     ids = tl.load(draft_token_ids + wide * strides[4] + row * strides[5], mask=j < length, other=-1).to(tl.int64)
-    q = tl.load(target + wide * strides[0] + row * strides[1] + ids, mask=(ids >= 0) & (ids < V), other=0.0)
-    q = q.to(tl.float32)
+    real = (ids >= 0) & (ids < V)
+    q_at = wide * strides[0] + row * strides[1] + ids
+    if target_stats is None:
+        q = _load(target, q_at, ids, real, ())
+    else:
+        # A row past the draft's end counts too, where it is there.
+        counts = j < length + (bonus_token_ids is None)
+        q = _load(
+            target, q_at, ids, real, load_stats(target_stats, wide * stats_strides[0] + j * stats_strides[1], counts)
+        )
+    real = (ids >= 0) & (ids < V_draft)
+    p_at = slot * strides[2] + (draft_start + j) * strides[3] + ids
     if draft is None:
         p = tl.full((BLOCK_M,), 1.0, tl.float32)
+    elif draft_stats is None:
+        p = _load(draft, p_at, ids, real, ())
     else:
-        p = tl.load(draft + wide * strides[2] + row * strides[3] + ids, mask=(ids >= 0) & (ids < V_draft), other=0.0)
-        p = p.to(tl.float32)
+        # Statistics that came with the draft lie as its rows do, others by request.
+        if STATS_GIVEN:
+            stats_at = slot * stats_strides[2] + draft_start * stats_strides[3]
+        else:
+            stats_at = wide * stats_strides[2]
+        p = _load(draft, p_at, ids, real, load_stats(draft_stats, stats_at + j * stats_strides[3], ids >= 0))
     bad = (ids < -1) | (ids >= tl.maximum(V, V_draft)) | _is_bad(q) | _is_bad(p)
     q_n, p_n = tl.minimum(q, 1.0), tl.minimum(p, 1.0)
     at = position + j
@@ -192,23 +250,32 @@ def verify_kernel(
     at = position + stop
     stream = (key, at.to(tl.uint32), (at >> 32).to(tl.uint32))
 
-    # 3. This block's share of the one row pair.
+    # 3. This block's share of the one row pair. A bonus token that is given has no row.
+    given = stop < 0
+    if bonus_token_ids is not None:
+        given = (stop >= length) & (bad_request == 0)
     q_row = row_at(target, wide * strides[0] + (start + stop) * strides[1], VEC > 1)
+    q_stats = ()
+    if target_stats is not None:
+        q_stats = load_stats(target_stats, wide * stats_strides[0] + stop * stats_strides[1], given == 0)
     if draft is None:
-        p_row = q_row
+        p_row, p_stats = q_row, ()
         RESIDUE: tl.constexpr = REST
     else:
-        p_row = row_at(draft, wide * strides[2] + (start + stop) * strides[3], VEC > 1)
+        p_row, p_stats = row_at(draft, slot * strides[2] + (draft_start + stop) * strides[3], VEC > 1), ()
+        if draft_stats is not None:
+            p_stats = load_stats(draft_stats, stats_at + stop * stats_strides[3], rejected)
         RESIDUE: tl.constexpr = RESIDUAL
+    rows = (q_row, p_row, q_stats, p_stats)
     first = split * share
-    end = tl.minimum(first + share, tl.cdiv(V, CHUNK))
+    end = tl.where(given, first, tl.minimum(first + share, tl.cdiv(V, CHUNK)))
     if rejected:
         word = _scan(
-            q_row, p_row, drafted, first, end, V, V_draft, stream, values, H, RESIDUE, PICK_CHUNK, WARPS, LANES, STEP, VEC
+            rows, drafted, first, end, V, V_draft, stream, values, H, RESIDUE, PICK_CHUNK, WARPS, LANES, STEP, VEC
         )  # fmt: skip
     else:
         word = _scan(
-            q_row, p_row, drafted, first, end, V, V_draft, stream, values, H, TARGET, PICK_CHUNK, WARPS, LANES, STEP, VEC
+            rows, drafted, first, end, V, V_draft, stream, values, H, TARGET, PICK_CHUNK, WARPS, LANES, STEP, VEC
         )  # fmt: skip
     word = tl.where(bad_request, BAD, word)
 
@@ -223,10 +290,13 @@ def verify_kernel(
             # No residual, by rounding or bad input: what is left of h without n. Rare, so one chunk at a time will do.
             p_end = 0 * p_end
             for c in range(0, tl.cdiv(V, CHUNK)):
-                w = _chunk_weights(q_row, p_row, drafted, c, V, p_end, values, H, RESIDUE)
+                w = _chunk_weights(rows, drafted, c, V, p_end, values, H, RESIDUE)
                 total = tl.sum((w * ONE).to(tl.int64), 0) + tl.zeros((1,), tl.int64)
                 word = tl.maximum(word, race(total, c + tl.arange(0, 1), stream, PICK_CHUNK, word))
         ok = (word > 0) & (word < BAD)
+        if bonus_token_ids is not None:
+            bonus = tl.load(bonus_token_ids + request).to(tl.int64)
+            ok = tl.where(given, (bonus >= 0) & (bonus < V), ok)
         # The accepted tokens are read again, and all else is written before the draw: both spare registers.
         tl.store(num_accepted + wide * strides[8], stop.to(tl.int32))
         tl.store(valid + wide * strides[9], ok)
@@ -236,19 +306,15 @@ def verify_kernel(
             to + j * strides[7], kept.to(token_ids.dtype.element_ty), mask=(j <= m) & (j != tl.where(ok, stop, -1))
         )
         chunk = (word & LOWEST) ^ LOWEST
-        q_end, p_end = tl.where(ok, V, 0), tl.where(ok, p_end, 0)
-        w = _chunk_weights(q_row, p_row, drafted, chunk, q_end, p_end, values, H, RESIDUE)
+        drawn = ok & (given == 0)
+        q_end, p_end = tl.where(drawn, V, 0), tl.where(drawn, p_end, 0)
+        w = _chunk_weights(rows, drafted, chunk, q_end, p_end, values, H, RESIDUE)
         winner = race(w, tl.arange(0, CHUNK), stream, PICK_TOKEN, word)
         winner = chunk * CHUNK + ((winner & LOWEST) ^ LOWEST)
+        if bonus_token_ids is not None:
+            winner = tl.where(given, bonus, winner)
         tl.store(to + stop * strides[7], winner.to(token_ids.dtype.element_ty), mask=ok)
 
-
-INTERPRETED = not isinstance(verify_kernel, triton.runtime.jit.JITFunction)
-
-
-# Launched with 8 warps of at most 64 registers, four blocks fit a multiprocessor: about one wave on a large GPU.
-BLOCKS = 512
-NUM_WARPS = 8
 
 _scratch = {}  # the private scratch words of each (device, stream)
 
@@ -266,12 +332,15 @@ def verify(inputs, out, scratch, splits=None, num_warps=None):
         splits, num_warps: override what is derived from the shapes. They change no result.
     """
     device, B = inputs.target.device, inputs.batch_size
+    if inputs.sampling is not None:
+        return _verify_logits(inputs, out, scratch, splits, num_warps)
+    stats = None, None
     if scratch is not None:
         if not isinstance(scratch, torch.Tensor) or scratch.dtype != torch.int64:
             raise TypeError(f"scratch must be verify_triton.new_scratch(B, device), got {_describe(scratch)}")
         if scratch.dim() != 2 or len(scratch) < B or scratch.shape[1] != 2 or not scratch.is_contiguous():
             raise ValueError(f"scratch must be contiguous, int64 [at least {B}, 2], got {_describe(scratch)}")
-        return _launch(inputs, out, scratch, splits, num_warps)
+        return _launch(inputs, out, scratch, stats, splits, num_warps)
     owner = device, None
     if device.type != "cpu":
         if torch.cuda.is_current_stream_capturing():
@@ -280,57 +349,79 @@ def verify(inputs, out, scratch, splits=None, num_warps=None):
     scratch = _scratch.pop(owner, None)
     if scratch is None or len(scratch) < B:
         scratch = new_scratch(B, device)
-    _launch(inputs, out, scratch, splits, num_warps)
+    _launch(inputs, out, scratch, stats, splits, num_warps)
     _scratch[owner] = scratch  # not if the launch raised: its words may be left anyhow
 
 
-def _launch(inputs, out, scratch, splits, num_warps):
+def _verify_logits(inputs, out, scratch, splits, num_warps):
+    """Reduce the rows of logits to statistics, then verify."""
+    B, m, has_bonus = inputs.batch_size, inputs.max_draft_tokens, inputs.bonus_token_ids is None
+    reduced = inputs.draft if inputs.draft_sampling is not None and m else None
+    J = m + has_bonus
+    needs = {"batch_size": B, "vocab_size": max(inputs.vocab_size, inputs.draft_vocab_size), "rows": 2 * m + 1}
+
+    def run(scratch):
+        stats = scratch.stats[: B * (2 * m + 1) * COLUMNS].view(B, 2 * m + 1, COLUMNS)
+        rows = J if reduced is None else J + m
+        if rows:
+            reduce_rows(
+                inputs.target, reduced, inputs.cu_draft_tokens, inputs.row_map, inputs.draft_token_ids.numel(), m,
+                inputs.sampling, inputs.draft_sampling, stats[:, :rows], scratch, has_bonus=has_bonus, splits=splits,
+                num_warps=num_warps,
+            )  # fmt: skip
+        draft_stats = inputs.draft_stats.packed if inputs.draft_stats is not None else None
+        if reduced is not None:
+            draft_stats = stats[:, J:]
+        _launch(inputs, out, scratch.zeros, (stats, draft_stats), splits, num_warps)
+
+    with_scratch(scratch, inputs.target.device, needs | {"entropy": False}, run)
+
+
+def _launch(inputs, out, scratch, stats, splits, num_warps):
+    """stats: statistics of the target's and the draft's rows, fp32 [..., 8], or None for rows of probabilities."""
     target, draft, ids, flat = inputs.target, inputs.draft, inputs.draft_token_ids, inputs.cu_draft_tokens is not None
     rows = [target] if draft is None else [target, draft]
     strengths = inputs.rule.strengths
     num_warps = num_warps or NUM_WARPS
     item = min(t.element_size() for t in rows)
-    lanes = _lanes()
-    aligned = all(x * t.element_size() % 16 == 0 for t in rows for x in t.stride()[:-1])
-    aligned &= all(t.data_ptr() % 16 == 0 for t in rows)
+    aligned = is_aligned(rows)
 
     chunks = race_torch.num_chunks(inputs.vocab_size)
     rounds = triton.cdiv(chunks, num_warps)
     splits = max(min(splits or BLOCKS // inputs.batch_size, rounds), triton.cdiv(chunks, SPLIT_CHUNKS.value), 1)
     share = triton.cdiv(rounds, splits) * num_warps
 
-    # Flat rows of a request start at cu_draft_tokens[request], in the target one further for each request before it.
-    strides = (target.stride(0), target.stride(0) if flat else target.stride(1))
-    strides += (0, 0) if draft is None else (0, draft.stride(0)) if flat else draft.stride()[:2]
+    # A bonus row more for each request before it.
+    flat_target = flat and inputs.bonus_token_ids is not None
+    strides = (0 if flat_target else target.stride(0), target.stride(0) if flat else target.stride(1))
+    strides += (0, 0) if draft is None else row_strides(draft, flat and inputs.row_map is None)
     strides += (0, ids.stride(0)) if flat else ids.stride()
     strides += (*out.token_ids.stride(), out.num_accepted.stride(0), out.valid.stride(0))
+    target_stats, draft_stats = stats
+    given = inputs.draft_stats is not None
+    stats_strides = (0, 0) if target_stats is None else target_stats.stride()[:2]
+    if draft_stats is None:
+        stats_strides += (0, 0)
+    else:
+        stats_strides += row_strides(draft_stats, given and flat and inputs.row_map is None)
     with torch.cuda.device_of(target):
         verify_kernel[inputs.batch_size, triton.cdiv(chunks, share)](
-            out.token_ids, out.num_accepted, out.valid, scratch, target, draft, ids, _dense(inputs.cu_draft_tokens),
-            _dense(inputs.seed), _dense(inputs.offset), tuple(map(_dense, strengths)), strides,
-            ids.numel(), inputs.max_draft_tokens, inputs.vocab_size, inputs.draft_vocab_size, share,
-            PER_REQUEST=sum(1 << k for k, s in enumerate(strengths) if isinstance(s, torch.Tensor)),
+            out.token_ids, out.num_accepted, out.valid, scratch, target, draft, target_stats, draft_stats,
+            dense(inputs.bonus_token_ids), dense(inputs.row_map), 0 if draft is None else len(draft), ids,
+            dense(inputs.cu_draft_tokens), dense(inputs.seed), dense(inputs.offset), tuple(map(dense, strengths)), strides,
+            stats_strides, ids.numel(), inputs.max_draft_tokens, inputs.vocab_size, inputs.draft_vocab_size, share,
+            PER_REQUEST=sum(1 << k for k, s in enumerate(strengths) if isinstance(s, torch.Tensor)), STATS_GIVEN=given,
             H=_jitted(inputs.rule.h), PICK_CHUNK=inputs.purposes[0], PICK_TOKEN=inputs.purposes[1],
-            BLOCK_M=triton.next_power_of_2(inputs.max_draft_tokens + 1), WARPS=num_warps, LANES=lanes,
-            STEP=lanes * (8 if aligned else 4), VEC=16 // item if aligned else 1, num_warps=num_warps,
+            BLOCK_M=triton.next_power_of_2(inputs.max_draft_tokens + 1), WARPS=num_warps, LANES=lanes(),
+            STEP=lanes() * (8 if aligned else 4), VEC=16 // item if aligned else 1, num_warps=num_warps,
             enable_fp_fusion=False,
         )  # fmt: skip
-
-
-@functools.cache
-def _lanes():
-    """Threads of a warp."""
-    return 32 if INTERPRETED else triton.runtime.driver.active.get_current_target().warp_size
 
 
 @functools.cache
 def _jitted(body):
     """The body of a rule as a function of the kernel, the same object each time, so that triton's cache knows it."""
     return triton.jit(rules.bind(body, tl))
-
-
-def _dense(x):
-    return x.contiguous() if isinstance(x, torch.Tensor) else x
 
 
 def _describe(x):

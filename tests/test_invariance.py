@@ -12,8 +12,9 @@ from cactus_kernels.verify import Inputs
 
 triton = pytest.importorskip("triton")
 verify_triton = pytest.importorskip("cactus_kernels.verify_triton")
+race_triton = pytest.importorskip("cactus_kernels.race_triton")
 
-INTERPRETED = pytest.mark.skipif(not verify_triton.INTERPRETED, reason="steps into the interpreter")
+INTERPRETED = pytest.mark.skipif(not race_triton.INTERPRETED, reason="steps into the interpreter")
 V = 40_000  # 40 chunks: five blocks of eight warps
 
 

@@ -12,12 +12,13 @@ from cactus_kernels.rules import Rule
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 verify_triton = pytest.importorskip("cactus_kernels.verify_triton")
+race_triton = pytest.importorskip("cactus_kernels.race_triton")
 
 # numpy warns where the kernel computes with the bad values of a request that is invalid.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 CASES, CASES_A_TEST = 504, 21
-INTERPRETED = pytest.mark.skipif(not verify_triton.INTERPRETED, reason="replaces parts of the kernel: interpreter only")
+INTERPRETED = pytest.mark.skipif(not race_triton.INTERPRETED, reason="replaces parts of the kernel: interpreter only")
 
 
 def assert_same(expected, got):

@@ -16,12 +16,12 @@ from cactus_kernels import Cactus, VerifyOutput, draw, philox, verify
 from cactus_kernels.rules import resolve_rule
 
 try:
-    from cactus_kernels import verify_triton
+    from cactus_kernels import race_triton, verify_triton
 except ImportError:
-    verify_triton = None
+    race_triton = verify_triton = None
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-no_triton = verify_triton is None or (DEVICE == "cpu" and not verify_triton.INTERPRETED)
+no_triton = verify_triton is None or (DEVICE == "cpu" and not race_triton.INTERPRETED)
 BACKENDS = [
     "torch",
     pytest.param("triton", marks=pytest.mark.skipif(no_triton, reason="needs triton and a GPU or TRITON_INTERPRET=1")),
@@ -61,7 +61,7 @@ def run(target, draft, ids, rule="sps", *, backend, seed=0, offset=0, cu_draft_t
 
 def some(backend, count):
     """So many requests, or few in the interpreter, which takes a tenth of a second for each."""
-    return count if backend == "torch" or not verify_triton.INTERPRETED else max(2, count // 32)
+    return count if backend == "torch" or not race_triton.INTERPRETED else max(2, count // 32)
 
 
 def assert_same(a, b):
