@@ -446,6 +446,8 @@ def rows_kernel(
 # Launched with 8 warps of at most 64 registers, four blocks fit a multiprocessor: about one wave on a large GPU.
 BLOCKS = 512
 NUM_WARPS = 8
+ROW_WARPS = 4  # a warp holds a chunk in registers: with 8, one value does not fit
+CUT_WARPS = 16  # a block has a row to itself
 
 _scratch = {}  # the private scratch of each (device, stream)
 
@@ -534,7 +536,7 @@ def reduce_rows(
     """
     rows = [target] if draft is None else [target, draft]
     B, J = stats.shape[:2]
-    num_warps = num_warps or NUM_WARPS
+    num_warps = num_warps or ROW_WARPS
     V, V_draft = target.shape[-1], rows[-1].shape[-1]
     chunks = race_torch.num_chunks(max(V, V_draft))
     aligned = is_aligned(rows)
@@ -547,6 +549,8 @@ def reduce_rows(
     strides = (*row_strides(target, flat), *((0, 0) if draft is None else row_strides(draft, flat and row_map is None)))
     strides += (*stats.stride()[:2], *((0, 0) if token_ids is None else (token_ids.stride(0), probs.stride(0))))
     truncates = sampling.truncates or (draft is not None and (draft_sampling or sampling).truncates)
+    # Of rows that are read an entry at a time, the compiler would spill a value to get by with 80 registers.
+    options = {"maxnreg": 96} if is_nvidia() and not aligned and token_ids is None else {}
     with torch.cuda.device_of(target):
         for cut in (False, True) if truncates else (False,):
             rows_kernel[B, J, 1 if cut else triton.cdiv(chunks, share)](
@@ -555,8 +559,8 @@ def reduce_rows(
                 0 if draft is None else draft.shape[0], V, V_draft, share,
                 CUT=cut, HAS_BONUS=int(has_bonus), PER_REQUEST=per_request, DRAFT_PER_REQUEST=draft_per_request,
                 ENTROPY_TOO=entropy, BLOCK_C=triton.next_power_of_2(chunks), WARPS=num_warps, LANES=lanes(),
-                VEC=16 // min(t.element_size() for t in rows) if aligned else 1, num_warps=num_warps,
-                enable_fp_fusion=False,
+                VEC=16 // min(t.element_size() for t in rows) if aligned else 1, num_warps=CUT_WARPS if cut else num_warps,
+                enable_fp_fusion=False, **options,
             )  # fmt: skip
 
 
@@ -583,6 +587,11 @@ def is_aligned(rows):
 def lanes():
     """Threads of a warp."""
     return 32 if INTERPRETED else triton.runtime.driver.active.get_current_target().warp_size
+
+
+@functools.cache
+def is_nvidia():
+    return not INTERPRETED and triton.runtime.driver.active.get_current_target().backend == "cuda"
 
 
 def dense(x):
