@@ -127,6 +127,13 @@ def _run(inputs, out, scratch, backend) -> SampleOutput:
     logits, draws = inputs.logits, inputs.seed is not None
     B, device = len(logits), logits.device
     check_sampling("sampling", inputs.sampling, B)
+    if torch.compiler.is_compiling() and draws:
+        if out is not None or scratch is not None:
+            raise ValueError("out and scratch are not taken while torch.compile traces: it plans memory itself")
+        from .ops import call_sample
+
+        ids, probs, packed = call_sample(inputs, backend)
+        return SampleOutput(ids, probs, RowStats(packed))
     if out is None:
         ids, probs = (torch.empty(B, dtype=d, device=device) if draws else None for d in (torch.int64, torch.float32))
         out = SampleOutput(ids, probs, RowStats.empty(B, device=device))

@@ -111,6 +111,14 @@ def resolve_rule(rule) -> Rule:
     raise TypeError(f"rule must be a Rule or its name, got {type(rule).__name__}")
 
 
+def rebuild(name: str, strengths) -> Rule:
+    """A rule of the package from its name and its strengths. Raises ValueError for another one."""
+    rules = {r.name: r for r in (SpS, Cactus)}
+    if name not in rules:
+        raise ValueError(f"torch.compile takes the rules {', '.join(rules)}, got {name!r}: call verify outside of it")
+    return rules[name](*strengths)
+
+
 def bind(body, language):
     """The body of a rule with `m` meaning `language`."""
     return FunctionType(body.__code__, {**body.__globals__, "m": language}, body.__name__)

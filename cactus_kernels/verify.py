@@ -208,6 +208,12 @@ def run(inputs, out, scratch, backend, names=("target_probs", "draft_probs")) ->
     for strength in inputs.rule.strengths:
         if isinstance(strength, torch.Tensor):
             check_tensor(f"the strength of {inputs.rule.name}", strength, 1, (torch.float32,), (B,))
+    if torch.compiler.is_compiling():
+        if out is not None or scratch is not None:
+            raise ValueError("out and scratch are not taken while torch.compile traces: it plans memory itself")
+        from .ops import call_verify
+
+        return VerifyOutput(*call_verify(inputs, backend))
     if out is None:
         out = VerifyOutput(
             torch.empty((B, m + 1), dtype=inputs.draft_token_ids.dtype, device=device),
