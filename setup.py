@@ -17,7 +17,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["cactus_kernels", "cactus_kernels.*"]),
-    package_data={"cactus_kernels": ["py.typed", "assets/*", "assets/*/*"]},
+    package_data={"cactus_kernels": ["py.typed", "assets/*", "assets/*/*", "hub/custom_generate/*"]},
     install_requires=[
         "numpy>=1.26",
         "torch>=2.6",

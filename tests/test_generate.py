@@ -28,7 +28,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation import logits_process as hf
 
-from cactus_kernels import Cactus, RowStats, embedded_pair, generate, philox, row_stats, speculative_generate
+from cactus_kernels import Cactus, RowStats, drafters, embedded_pair, generate, philox, row_stats, speculative_generate
 
 ROWS = 12_000
 EOS, PAD = 1, 0
@@ -171,8 +171,8 @@ def draft_words_for_verification(monkeypatch):
 
 
 def one_draft_word_a_round(monkeypatch):
-    right = generate.DraftSampler.__call__
-    monkeypatch.setattr(generate.DraftSampler, "__call__", lambda self, logits, j: right(self, logits, 0))
+    right = drafters.DraftSampler.__call__
+    monkeypatch.setattr(drafters.DraftSampler, "__call__", lambda self, logits, j: right(self, logits, 0))
 
 
 def raw_draft_rows(monkeypatch):
@@ -360,6 +360,12 @@ class Increasing(LogitsProcessor):
     def __init__(self, prompts, eos):
         self.prompts, self.eos = [tuple(p) for p in prompts], set(eos)
         self.texts = set()
+
+    def __deepcopy__(self, memo):
+        """Rows have processors of their own; all write down here what they see."""
+        twin = copy.copy(self)
+        assert twin.texts is self.texts
+        return twin
 
     def __call__(self, input_ids, scores):
         for row, text in enumerate(input_ids.tolist()):
