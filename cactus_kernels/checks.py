@@ -17,28 +17,44 @@ from .sampling import Sampling
 # Settings of `generate` that change what is generated in a way this loop does not follow: (refused if, what to do).
 REFUSED = {
     "num_beams": (lambda v: v > 1, "beam search does not sample: use num_beams=1"),
+    "num_beam_groups": (lambda v: v > 1, "beam search does not sample: leave it out"),
+    "diversity_penalty": (lambda v: v != 0, "beam search does not sample: leave it out"),
+    "constraints": (bool, "beam search does not sample: leave it out"),
+    "force_words_ids": (bool, "beam search does not sample: leave it out"),
+    "low_memory": (bool, "contrastive search does not sample: leave it out"),
     "penalty_alpha": (lambda v: v > 0, "contrastive search does not sample: leave penalty_alpha out"),
     "dola_layers": (bool, "DoLa decoding cannot be verified: leave it out"),
     "use_mtp": (bool, "heads of the target that predict several tokens are not drafted from: pass an assistant_model"),
-    "speculation_type": (bool, "not offered: leave it out"),
+    "speculation_type": (bool, "not offered: pass an assistant_model or prompt_lookup_num_tokens"),
+    "assistant_early_exit": (bool, "not offered: pass assistant_model=skip_layers(model, ...)"),
+    "assistant_ensemble_weight": (bool, "a draft mixed with the target is not offered: leave it out"),
+    "is_assistant": (bool, "the loop is no assistant: leave it out"),
     "guidance_scale": (lambda v: v != 1, "classifier-free guidance runs the model itself: leave it out"),
     "watermarking_config": (bool, "a watermark is a law of its own: leave it out"),
     "output_attentions": (bool, "not offered: leave it out"),
     "output_hidden_states": (bool, "not offered: leave it out"),
     "use_cache": (lambda v: v is False, "speculative decoding needs the cache: leave use_cache out"),
     "token_healing": (bool, "not offered: leave it out"),
+    "prefill_chunk_size": (bool, "not offered: leave it out"),
     "cache_implementation": (
-        lambda v: v == "quantized" or str(v).startswith("offloaded"),
-        "a quantized or offloaded cache cannot roll back here: leave it out",
+        lambda v: v in ("quantized", "paged") or str(v).startswith("offloaded"),
+        "a quantized, paged or offloaded cache cannot roll back here: leave it out",
     ),
 }
 # Keywords of `generate` that the loop would have to ignore.
 NOT_TAKEN = (
-    "inputs", "inputs_embeds", "past_key_values", "cache", "encoder_outputs", "custom_generate", "position_ids",
-    "force_words_ids", "constraints", "negative_prompt_ids", "negative_prompt_attention_mask", "labels", "logits_to_keep",
-    "prefill_chunk_size", "assistant_early_exit", "assistant_confidence_threshold", "num_assistant_tokens_schedule",
-    "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight", "is_assistant",
+    "inputs_embeds", "past_key_values", "cache", "encoder_outputs", "custom_generate", "position_ids",
+    "negative_prompt_ids", "negative_prompt_attention_mask", "labels", "logits_to_keep",
+    "assistant_confidence_threshold", "num_assistant_tokens_schedule", "assistant_lookbehind", "target_lookbehind",
 )  # fmt: skip
+# Settings of transformers' own drafting, with the values that it fills in where they are not set.
+DRAFTING = {
+    "num_assistant_tokens": 20,
+    "num_assistant_tokens_schedule": "constant",
+    "assistant_confidence_threshold": 0.4,
+    "assistant_lookbehind": 10,
+    "target_lookbehind": 10,
+}
 # What `generate` prepares for a model's forward pass, and the loop makes itself.
 PREPARED = ("position_ids", "cache_position", "logits_to_keep", "use_cache", "cache", "past_key_values")
 # Vocabularies of one tokenizer may be padded to different sizes, but not by more than this.
@@ -97,6 +113,15 @@ def check_request(
             raise ValueError("draft_temperature is for sampled drafts: pass do_sample=True, or leave it out")
         if setting("prompt_lookup_num_tokens") is not None:
             raise ValueError("draft_temperature is for a draft model, and prompt lookup has none: leave it out")
+    if input_ids is None:
+        input_ids = kwargs.pop("inputs", None)
+    elif kwargs.get("inputs") is not None:
+        raise ValueError("inputs and input_ids are both given: leave one out")
+    for name, filled_in in DRAFTING.items():
+        value = getattr(generation_config, name, None)
+        if value not in (None, filled_in):
+            advice = "pass it as a keyword" if name == "num_assistant_tokens" else "leave it out"
+            raise ValueError(f"{name}={value!r} in the generation_config is not gone by: {advice}")
     for name in NOT_TAKEN:
         if kwargs.get(name) is not None:
             advice = "pass the prompt as input_ids" if name.startswith("inputs") else "leave it out"

@@ -19,7 +19,6 @@ from test_generate import (
     Increasing,
     Recorder,
     SumStops,
-    bytes_tokenizer,
     chain,
     outputs,
     run,
@@ -32,7 +31,6 @@ from cactus_kernels import Cactus, custom_generate, speculative_generate
 
 HUB = str(files("cactus_kernels") / "hub")
 IDS = torch.tensor([[3, 4], [5, 6]])
-bytes_tokenizer  # noqa: B018  a fixture
 
 
 @pytest.fixture(autouse=True)

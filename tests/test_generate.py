@@ -13,14 +13,11 @@ pytest.importorskip("transformers")
 import torch
 from models import TableModel, table_pair
 from test_cache import build
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
-    PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
     set_seed,
@@ -605,15 +602,6 @@ def test_max_time_stops_after_the_token_at_which_it_is_over():
     start = time.perf_counter()
     out = run(target, draft, [[3]], max_new_tokens=10**5, max_time=0.3)
     assert 1 < out.stats.tokens[0] < 10**5 and time.perf_counter() - start < 5
-
-
-@pytest.fixture(scope="module")
-def bytes_tokenizer():
-    """A tokenizer with a token for each byte."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(BPE({c: i for i, c in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 @pytest.mark.parametrize("where", ["keyword", "generation_config", "model"])
