@@ -3,6 +3,8 @@
 import json as jsonlib
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from secrets import randbits
 from typing import Annotated
 
@@ -76,6 +78,21 @@ def generate(
     draft: Annotated[
         str | None, typer.Option(help="Draft, a smaller model with the same tokenizer. Needs --model.")
     ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="PROMPT is a message, in the model's chat template; none: a conversation."),
+    ] = False,
+    messages: Annotated[
+        str | None,
+        typer.Option(help='Chat about a JSON file of messages, [{"role": ..., "content": ...}]; - is stdin.'),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="A system message before the --chat.")] = None,
+    thinking: Annotated[
+        bool | None,
+        typer.Option(
+            "--thinking/--no-thinking", help="For templates with enable_thinking.", show_default="the template's"
+        ),
+    ] = None,
     rule: Annotated[
         str | None, typer.Option(help="cactus (lossy) or sps (follows the target exactly).", show_default="cactus")
     ] = None,
@@ -83,6 +100,9 @@ def generate(
         float | None, typer.Option(help="Strength of cactus, at least 0; 0 is sps.", show_default="1.0")
     ] = None,
     num_assistant_tokens: Annotated[int, typer.Option(help="Tokens drafted a round, 1 to 64.")] = 5,
+    prompt_lookup_num_tokens: Annotated[
+        int | None, typer.Option(help="Draft as many tokens from earlier text, without a draft model.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
     temperature: Annotated[float | None, typer.Option(help="Above 0.", show_default="1.0")] = None,
     top_k: Annotated[int | None, typer.Option(help="0 keeps every token.", show_default="0")] = None,
@@ -101,18 +121,21 @@ def generate(
         str | None, typer.Option(help="triton or torch.", show_default="triton on a GPU, else torch")
     ] = None,
 ):
-    """Continue a prompt with a draft model and verification, and say what it took."""
+    """Continue a prompt, or answer a message, with drafts and verification, and say what it took."""
     sampling = {"temperature": temperature, "top-k": top_k, "top-p": top_p, "rule": rule, "delta": delta}
     given = [name for name, value in sampling.items() if value is not None]
     if greedy and given:
         raise Failure(f"--greedy does not sample: leave out --{' and --'.join(given)}", 2)
     if compare and rule is not None:
         raise Failure("--compare runs both rules: leave out --rule", 2)
+    converse = chat and prompt is None and messages is None
+    _check_chat(chat, prompt, messages, system, thinking, converse and (compare or json))
     with _status("loading"):
         from huggingface_hub.utils import logging as hub_logging
         from transformers.utils import logging
 
         from . import runs
+        from .chat import render
         from .inputs import choose_backend
 
         hub_logging.set_verbosity_error()
@@ -124,6 +147,7 @@ def generate(
                 rule=runs.make_rule(rule or "cactus", delta),
                 seed=randbits(32) if seed is None else seed,
                 num_assistant_tokens=num_assistant_tokens,
+                prompt_lookup_num_tokens=prompt_lookup_num_tokens,
                 max_new_tokens=max_new_tokens,
                 greedy=greedy,
                 backend=backend,
@@ -133,16 +157,27 @@ def generate(
             choose_backend(backend, on)
             text = runs.DEFAULT_PROMPT if prompt is None else _stdin() if prompt == "-" else prompt
             runs.check_prompt(text)
-            pair = runs.load_pair(model, draft, runs.find_dtype(dtype, on), on)
-            ids = runs.encode(pair, text, settings)
+            conversation = _conversation(text, chat, messages, system)
+            pair = runs.load_pair(
+                model, draft, runs.find_dtype(dtype, on), on, lookup=prompt_lookup_num_tokens is not None
+            )
+            if conversation is not None:
+                text = render(pair.tokenizer, conversation, thinking)
+                runs.end_answers(pair)
+            ids = runs.encode(pair, text, settings, add_special_tokens=conversation is None)
     described = {"prompt": text, "settings": pair.to_dict() | settings.to_dict()}
+    if conversation is not None:
+        described["messages"] = conversation
     with _one_line(1, ValueError):
+        if on.type != "cpu" and not compare:
+            runs.warm_up(pair, ids, settings)
+        if converse:
+            _converse(pair, settings, conversation[:-1], thinking)
+            return
         if compare:
             results = runs.compare(pair, ids, settings)
         else:
-            if on.type != "cpu":
-                runs.warm_up(pair, ids, settings)
-            if not json:
+            if not json and conversation is None:
                 typer.secho(text, dim=True, nl=False)
             results = [runs.run_speculative(pair, ids, settings, write=None if json else _write)]
     speeds = [run.tokens_per_second / results[0].tokens_per_second for run in results]
@@ -200,6 +235,55 @@ def check(
     typer.echo(report.note)
     typer.echo("\n".join([f"failed: {failure}" for failure in report.failures] or ["ok"]))
     raise typer.Exit(1 if report.failures else 0)
+
+
+def _check_chat(chat, prompt, messages, system, thinking, silent):
+    if messages is not None and prompt is not None:
+        raise Failure("a prompt and --messages are both given: leave one out", 2)
+    if messages is not None and system is not None:
+        raise Failure("--system goes with --chat: put it into the messages as their first", 2)
+    if not chat and messages is None and (system is not None or thinking is not None):
+        raise Failure(f"--{'system' if thinking is None else 'thinking'} goes with --chat: add it", 2)
+    if silent:
+        raise Failure("--compare and --json take one message: give it as the prompt", 2)
+
+
+def _conversation(text, chat, messages, system):
+    """The messages to answer, or None where the prompt is plain text."""
+    if messages is not None:
+        from .chat import parse_messages
+
+        if messages != "-" and not Path(messages).is_file():
+            raise ValueError(f"cannot read {messages!r}: there is no such file")
+        return parse_messages(_stdin() if messages == "-" else Path(messages).read_text(encoding="utf-8"))
+    before = [] if system is None else [{"role": "system", "content": system}]
+    return [*before, {"role": "user", "content": text}] if chat else None
+
+
+def _converse(pair, settings, turns, thinking):
+    """A conversation: a line from stdin is a message, the end of stdin its end."""
+    from . import runs
+    from .chat import render
+
+    for line in _lines():
+        turns = [*turns, {"role": "user", "content": line}]
+        ids = runs.encode(pair, render(pair.tokenizer, turns, thinking), settings, add_special_tokens=False)
+        run = runs.run_speculative(pair, ids, settings, write=_write)
+        turns = [*turns, {"role": "assistant", "content": run.text}]
+        # Another random stream for the next answer.
+        settings = replace(settings, seed=settings.seed + 1 if settings.seed < 2**63 - 1 else -(2**63))
+        rate = f"{run.tokens_per_second:.1f} tokens a second, {run.tokens_per_forward:.2f} a target forward"
+        typer.secho(f"\n[{len(run.token_ids)} tokens, {rate}]", dim=True)
+
+
+def _lines():
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return
+        if line.strip():
+            yield line
 
 
 def _stdin():
@@ -297,7 +381,8 @@ def _print_comparison(results, speeds, settings, why_slower):
     console = _console()
     console.print(table)
     seed = "greedy" if settings["greedy"] else f"seed {settings['seed']}"
-    notes = [f"{_models(settings)}; {settings['num_assistant_tokens']} drafted tokens a round; {seed}."]
+    drafts = settings["prompt_lookup_num_tokens"] or settings["num_assistant_tokens"]
+    notes = [f"{_models(settings)}; {drafts} drafted tokens a round; {seed}."]
     notes.append("All are timed to the same number of tokens, past the end of the text.")
     if settings["delta"]:
         notes.append("sps follows the target's distribution, as plain decoding does; cactus is lossy.")

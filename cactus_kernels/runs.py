@@ -11,8 +11,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from .assets import embedded_pair
 from .cache import check_rollback, max_positions
+from .chat import end_of_turn
 from .checks import check_same_tokenizer
 from .generate import speculative_generate
+from .processors import eos_ids
 from .rules import Cactus, Rule, SpS, resolve_rule
 from .stats import Stats
 from .verify import MAX_DRAFT_TOKENS
@@ -25,13 +27,17 @@ CONTEXT = 5  # tokens of the prompt that a first new token is decoded with: some
 
 @dataclass(frozen=True)
 class Pair:
-    """A target, its draft and their tokenizer, loaded; and the names they were asked for by."""
+    """A target, its draft (None with prompt lookup) and their tokenizer, loaded; and the names they were asked for by."""
 
     model: torch.nn.Module
-    assistant_model: torch.nn.Module
+    assistant_model: torch.nn.Module | None
     tokenizer: object
     model_name: str
     assistant_name: str
+
+    @property
+    def models(self) -> tuple:
+        return (self.model,) if self.assistant_model is None else (self.model, self.assistant_model)
 
     def to_dict(self) -> dict:
         """What was loaded and how, ready for JSON."""
@@ -50,6 +56,7 @@ class Settings:
     rule: Rule
     seed: int
     num_assistant_tokens: int = 5
+    prompt_lookup_num_tokens: int | None = None
     max_new_tokens: int = 128
     greedy: bool = False
     temperature: float = 1.0
@@ -58,10 +65,10 @@ class Settings:
     backend: str | None = None
 
     def __post_init__(self):
-        if not 1 <= self.num_assistant_tokens <= MAX_DRAFT_TOKENS:
-            raise ValueError(
-                f"num-assistant-tokens must be in 1 .. {MAX_DRAFT_TOKENS}, got {self.num_assistant_tokens}"
-            )
+        for name in ("num_assistant_tokens", "prompt_lookup_num_tokens"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= MAX_DRAFT_TOKENS:
+                raise ValueError(f"{name.replace('_', '-')} must be in 1 .. {MAX_DRAFT_TOKENS}, got {value}")
         if self.max_new_tokens < 1:
             raise ValueError(f"max-new-tokens must be at least 1, got {self.max_new_tokens}")
         if not (self.temperature > 0 and math.isfinite(self.temperature)):
@@ -203,14 +210,26 @@ def find_dtype(name: str, device: torch.device) -> torch.dtype | str:
     return getattr(torch, name)
 
 
-def load_pair(model_name: str | None, assistant_name: str | None, dtype, device: torch.device) -> Pair:
-    """Two checkpoints by their directories or hub ids, or the embedded pair. Raises ValueError, naming what is wrong."""
-    if (model_name is None) != (assistant_name is None):
+def load_pair(model_name: str | None, assistant_name: str | None, dtype, device: torch.device, lookup=False) -> Pair:
+    """Two checkpoints by their directories or hub ids, or the embedded pair. Raises ValueError, naming what is wrong.
+
+    lookup: whether drafts come from the text, so that there is no draft model.
+    """
+    if lookup and assistant_name is not None:
+        raise ValueError("--draft and --prompt-lookup-num-tokens are both given: leave one out")
+    if not lookup and (model_name is None) != (assistant_name is None):
         given, missing = ("--model", "--draft") if assistant_name is None else ("--draft", "--model")
         raise ValueError(f"{given} needs {missing}: give both, or neither for the embedded pair")
     if model_name is None:
         model, assistant_model, tokenizer = embedded_pair(dtype=dtype, device=device)
         pair = Pair(model, assistant_model, tokenizer, "embedded target", "embedded draft")
+        if lookup:
+            pair = replace(pair, assistant_model=None, assistant_name="prompt lookup")
+    elif lookup:
+        _load(AutoConfig, model_name)
+        tokenizer = _load(AutoTokenizer, model_name)
+        model = _load(AutoModelForCausalLM, model_name, dtype=dtype).to(device).eval()
+        pair = Pair(model, None, tokenizer, model_name, "prompt lookup")
     else:
         # Configs and tokenizers first: they are small, and most mistakes show there.
         for name in (model_name, assistant_name):
@@ -220,7 +239,7 @@ def load_pair(model_name: str | None, assistant_name: str | None, dtype, device:
         models = (_load(AutoModelForCausalLM, name, dtype=dtype) for name in (model_name, assistant_name))
         model, assistant_model = (m.to(device).eval() for m in models)
         pair = Pair(model, assistant_model, tokenizer, model_name, assistant_name)
-    for m in (pair.model, pair.assistant_model):
+    for m in pair.models:
         check_rollback(m)
         # Of a checkpoint's own settings only the special tokens count: sampling is by the settings of the run.
         eos = m.generation_config.eos_token_id
@@ -233,10 +252,22 @@ def load_pair(model_name: str | None, assistant_name: str | None, dtype, device:
     return pair
 
 
-def encode(pair: Pair, prompt: str, settings: Settings) -> torch.Tensor:
-    """int64 [1, P]. Raises ValueError for a prompt that leaves no room for the new tokens."""
-    ids = pair.tokenizer(prompt, return_tensors="pt").input_ids
-    limits = [max_positions(m) for m in (pair.model, pair.assistant_model)]
+def end_answers(pair: Pair) -> None:
+    """Has the pair end where its chat template ends an assistant's turn, too."""
+    end, config = end_of_turn(pair.tokenizer), pair.model.generation_config
+    ids = eos_ids(config)
+    if end is not None and end not in ids:
+        config.eos_token_id = [*ids, end]
+        config.pad_token_id = end if config.pad_token_id is None else config.pad_token_id
+
+
+def encode(pair: Pair, prompt: str, settings: Settings, add_special_tokens: bool = True) -> torch.Tensor:
+    """int64 [1, P]. Raises ValueError for a prompt that leaves no room for the new tokens.
+
+    add_special_tokens: as in tokenizers; False where the prompt holds them, as what a chat template writes.
+    """
+    ids = pair.tokenizer(prompt, return_tensors="pt", add_special_tokens=add_special_tokens).input_ids
+    limits = [max_positions(m) for m in pair.models]
     limit = min((n for n in limits if n is not None), default=2**63)
     room = limit - ids.shape[1]
     if settings.max_new_tokens > room:
@@ -270,6 +301,7 @@ def run_speculative(pair: Pair, ids: torch.Tensor, settings: Settings, write=Non
             assistant_model=pair.assistant_model,
             rule=settings.rule,
             num_assistant_tokens=settings.num_assistant_tokens,
+            prompt_lookup_num_tokens=settings.prompt_lookup_num_tokens,
             seed=settings.seed,
             backend=settings.backend,
             streamer=write and TextStream(pair.tokenizer, write),
