@@ -357,6 +357,9 @@ def _print_run(run, settings):
         f"{_percent(run.acceptance_rate)}, {sum(stats.accepted)} of {sum(stats.drafted)} drafted tokens"
     )
     rows["time"] = ", ".join(f"{name} {_percent(part / run.seconds)}" for name, part in run.time_split.items())
+    caches = f"caches {_megabytes(stats.target_cache_bytes + stats.draft_cache_bytes)}"
+    peak = "" if stats.peak_memory_bytes is None else f"; at most {_megabytes(stats.peak_memory_bytes)} in all"
+    rows["memory"] = f"{caches}{peak}"
     rows["models"] = _models(settings)
     if not settings["greedy"]:
         rows["seed"] = str(settings["seed"])
@@ -397,6 +400,10 @@ def _decoding(name, settings):
 
 def _models(settings):
     return f"{settings['model']}, {settings['draft']}; {settings['device']}, {settings['dtype']}"
+
+
+def _megabytes(size):
+    return f"{size / 2**20:.1f} MiB"
 
 
 def _percent(share):

@@ -14,7 +14,7 @@ from .drafters import ModelDrafter, PromptLookup
 from .inputs import choose_backend
 from .outputs import Streams, TokenScores
 from .processors import Processors, Stopping, callers_criteria, callers_processors, pad_id
-from .stats import Stats
+from .stats import Stats, cache_bytes, peak_memory
 from .verify import VerifyOutput, verify_from_logits
 
 
@@ -238,6 +238,8 @@ def _decode(
     stats.draft_seconds, stats.target_seconds, stats.verify_seconds = (
         clock.seconds(k) for k in ("draft", "target", "verify")
     )
+    stats.target_cache_bytes, stats.draft_cache_bytes = map(cache_bytes, (decoder.scorer.model, decoder.drafter.model))
+    stats.peak_memory_bytes = peak_memory(model.device)
     sequences = batch.sequences(input_ids, pad_id(generation_config))
     if generation_config.return_dict_in_generate:
         return SpeculativeOutput(sequences=sequences, scores=kept.scores(), logits=kept.logits(), stats=stats)
