@@ -106,17 +106,11 @@ def check_request(
         return getattr(own, name, None) if value is None else value
 
     if draft_temperature is not None:
-        if isinstance(draft_temperature, torch.Tensor):
-            raise TypeError("draft_temperature must be a number, one for all rows, got a tensor")
-        Sampling(draft_temperature)  # checks it
-        if not setting("do_sample"):
-            raise ValueError("draft_temperature is for sampled drafts: pass do_sample=True, or leave it out")
-        if setting("prompt_lookup_num_tokens") is not None:
-            raise ValueError("draft_temperature is for a draft model, and prompt lookup has none: leave it out")
-    if input_ids is None:
-        input_ids = kwargs.pop("inputs", None)
-    elif kwargs.get("inputs") is not None:
+        _check_draft_temperature(draft_temperature, setting)
+    inputs = kwargs.pop("inputs", None)
+    if inputs is not None and input_ids is not None:
         raise ValueError("inputs and input_ids are both given: leave one out")
+    input_ids = inputs if input_ids is None else input_ids
     for name, filled_in in DRAFTING.items():
         value = getattr(generation_config, name, None)
         if value not in (None, filled_in):
@@ -148,7 +142,7 @@ def check_request(
 
     rows = len(input_ids) * (1 if expanded else setting("num_return_sequences") or 1)
     pad_token_id, eos_token_id = setting("pad_token_id"), setting("eos_token_id")
-    if not expanded:
+    if not expanded or kwargs.get("attention_mask") is not None:
         kwargs["attention_mask"] = _check_mask(input_ids, kwargs.get("attention_mask"), pad_token_id, eos_token_id)
     criteria = StoppingCriteriaList(stopping_criteria or [])
     stop_strings = setting("stop_strings")
@@ -160,20 +154,8 @@ def check_request(
     ends_early = len(criteria) or setting("max_time")
     if rows > 1 and pad_token_id is None and eos_token_id is None and ends_early:
         raise ValueError("rows that end at different lengths need padding: pass pad_token_id")
-    if isinstance(streamer, (list, tuple)):
-        if len(streamer) != rows:
-            raise ValueError(f"streamer has {len(streamer)} entries for {rows} rows: give one a row")
-    elif streamer is not None and rows > 1:
-        raise ValueError(f"a streamer takes one row, got {rows}: pass a list with one a row, or leave it out")
-    for strength in rule.strengths:
-        if not isinstance(strength, torch.Tensor):
-            continue
-        if len(strength) != rows:
-            raise ValueError(f"{rule.name} has {len(strength)} strengths for {rows} rows: give one a row, or a number")
-        if strength.device != model.device:
-            raise ValueError(f"the strengths are on {strength.device} and the model on {model.device}: move them")
-        if not (strength.isfinite() & (strength >= 0)).all():
-            raise ValueError(f"strengths must be finite and at least 0, got {strength.tolist()}")
+    _check_streamer(streamer, rows)
+    _check_strengths(rule, rows, model.device)
     counts = _check_drafts(num_assistant_tokens, rows)
     seed = _check_seed(seed, rows)
     return Request(input_ids, rule, counts, max_ngram_size, draft_temperature, seed, criteria, kwargs)
@@ -226,6 +208,36 @@ def _check_input_ids(model, input_ids):
             f"input_ids must be in 0 .. {vocab_size - 1}, got {low if low < 0 else high}: another tokenizer?"
         )
     return input_ids.to(model.device, torch.int64)
+
+
+def _check_draft_temperature(draft_temperature, setting):
+    if isinstance(draft_temperature, torch.Tensor):
+        raise TypeError("draft_temperature must be a number, one for all rows, got a tensor")
+    Sampling(draft_temperature)  # checks it
+    if not setting("do_sample"):
+        raise ValueError("draft_temperature is for sampled drafts: pass do_sample=True, or leave it out")
+    if setting("prompt_lookup_num_tokens") is not None:
+        raise ValueError("draft_temperature is for a draft model, and prompt lookup has none: leave it out")
+
+
+def _check_streamer(streamer, rows):
+    if isinstance(streamer, (list, tuple)):
+        if len(streamer) != rows:
+            raise ValueError(f"streamer has {len(streamer)} entries for {rows} rows: give one a row")
+    elif streamer is not None and rows > 1:
+        raise ValueError(f"a streamer takes one row, got {rows}: pass a list with one a row, or leave it out")
+
+
+def _check_strengths(rule, rows, device):
+    for strength in rule.strengths:
+        if not isinstance(strength, torch.Tensor):
+            continue
+        if len(strength) != rows:
+            raise ValueError(f"{rule.name} has {len(strength)} strengths for {rows} rows: give one a row, or a number")
+        if strength.device != device:
+            raise ValueError(f"the strengths are on {strength.device} and the model on {device}: move them")
+        if not (strength.isfinite() & (strength >= 0)).all():
+            raise ValueError(f"strengths must be finite and at least 0, got {strength.tolist()}")
 
 
 def _check_count(name, value, smallest=1, largest=MAX_DRAFT_TOKENS):

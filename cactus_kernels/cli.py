@@ -3,8 +3,6 @@
 import json as jsonlib
 import sys
 from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
 from secrets import randbits
 from typing import Annotated
 
@@ -129,12 +127,13 @@ def generate(
     if compare and rule is not None:
         raise Failure("--compare runs both rules: leave out --rule", 2)
     converse = chat and prompt is None and messages is None
-    _check_chat(chat, prompt, messages, system, thinking, converse and (compare or json))
+    if converse and (compare or json):
+        raise Failure("--compare and --json take one message: give it as the prompt", 2)
     with _status("loading"):
         from huggingface_hub.utils import logging as hub_logging
         from transformers.utils import logging
 
-        from . import runs
+        from . import runs, talk
         from .chat import render
         from .inputs import choose_backend
 
@@ -157,7 +156,7 @@ def generate(
             choose_backend(backend, on)
             text = runs.DEFAULT_PROMPT if prompt is None else _stdin() if prompt == "-" else prompt
             runs.check_prompt(text)
-            conversation = _conversation(text, chat, messages, system)
+            conversation = talk.messages_of(prompt, text, chat, messages, system, thinking, _stdin)
             pair = runs.load_pair(
                 model, draft, runs.find_dtype(dtype, on), on, lookup=prompt_lookup_num_tokens is not None
             )
@@ -172,7 +171,7 @@ def generate(
         if on.type != "cpu" and not compare:
             runs.warm_up(pair, ids, settings)
         if converse:
-            _converse(pair, settings, conversation[:-1], thinking)
+            talk.converse(pair, settings, conversation[:-1], thinking, write=_write)
             return
         if compare:
             results = runs.compare(pair, ids, settings)
@@ -235,55 +234,6 @@ def check(
     typer.echo(report.note)
     typer.echo("\n".join([f"failed: {failure}" for failure in report.failures] or ["ok"]))
     raise typer.Exit(1 if report.failures else 0)
-
-
-def _check_chat(chat, prompt, messages, system, thinking, silent):
-    if messages is not None and prompt is not None:
-        raise Failure("a prompt and --messages are both given: leave one out", 2)
-    if messages is not None and system is not None:
-        raise Failure("--system goes with --chat: put it into the messages as their first", 2)
-    if not chat and messages is None and (system is not None or thinking is not None):
-        raise Failure(f"--{'system' if thinking is None else 'thinking'} goes with --chat: add it", 2)
-    if silent:
-        raise Failure("--compare and --json take one message: give it as the prompt", 2)
-
-
-def _conversation(text, chat, messages, system):
-    """The messages to answer, or None where the prompt is plain text."""
-    if messages is not None:
-        from .chat import parse_messages
-
-        if messages != "-" and not Path(messages).is_file():
-            raise ValueError(f"cannot read {messages!r}: there is no such file")
-        return parse_messages(_stdin() if messages == "-" else Path(messages).read_text(encoding="utf-8"))
-    before = [] if system is None else [{"role": "system", "content": system}]
-    return [*before, {"role": "user", "content": text}] if chat else None
-
-
-def _converse(pair, settings, turns, thinking):
-    """A conversation: a line from stdin is a message, the end of stdin its end."""
-    from . import runs
-    from .chat import render
-
-    for line in _lines():
-        turns = [*turns, {"role": "user", "content": line}]
-        ids = runs.encode(pair, render(pair.tokenizer, turns, thinking), settings, add_special_tokens=False)
-        run = runs.run_speculative(pair, ids, settings, write=_write)
-        turns = [*turns, {"role": "assistant", "content": run.text}]
-        # Another random stream for the next answer.
-        settings = replace(settings, seed=settings.seed + 1 if settings.seed < 2**63 - 1 else -(2**63))
-        rate = f"{run.tokens_per_second:.1f} tokens a second, {run.tokens_per_forward:.2f} a target forward"
-        typer.secho(f"\n[{len(run.token_ids)} tokens, {rate}]", dim=True)
-
-
-def _lines():
-    while True:
-        try:
-            line = input("> " if sys.stdin.isatty() else "")
-        except EOFError:
-            return
-        if line.strip():
-            yield line
 
 
 def _stdin():

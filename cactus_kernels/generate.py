@@ -136,16 +136,13 @@ def custom_generate(
     `generate` gives a function neither its own assistant_model, streamer, tokenizer nor assistant_tokenizer: bind them
     with `functools.partial`. The other keywords above may stand in the call of `generate`, also stop_strings where the
     tokenizer is bound, and prompt_lookup_num_tokens, which needs no binding. Their meaning and errors are those of
-    `speculative_generate`. Unlike it, `generate` has no error for attention masks and padding ids that contradict each
-    other, and samples with top_k=50 unless told otherwise, as ever.
+    `speculative_generate`, but that `generate` makes the mask where there is none, from the padding id.
 
     Raises:
         ValueError: also for an assistant_model or a streamer that was passed to `generate` and would be lost.
     """
     _refuse_lost(inspect.currentframe())
-    # `generate` prepares no keyword that is named above.
-    attention_mask = model_kwargs.pop("attention_mask", None)
-    check_prepared(input_ids, attention_mask, model_kwargs)
+    attention_mask = model_kwargs.get("attention_mask")  # named above, `generate` would not prepare it
     settings = {"stop_strings": stop_strings, "prompt_lookup_num_tokens": prompt_lookup_num_tokens}
     settings |= {"max_matching_ngram_size": max_matching_ngram_size, "attention_mask": attention_mask}
     request = check_request(
@@ -163,13 +160,13 @@ def custom_generate(
         logits_processor=logits_processor,
         stopping_criteria=stopping_criteria,
         generation_config=generation_config,
-        attention_mask=attention_mask,
         request=request,
         assistant_model=assistant_model,
         backend=backend,
         user_processors=user_processors,
         prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
         streamer=streamer,
+        **model_kwargs,
     )
 
 
@@ -206,7 +203,6 @@ def _decode(
     **model_kwargs,
 ):
     """The decoding loop, called by `generate` with everything prepared (`num_return_sequences` rows expanded too)."""
-    new_tokens = generation_config.max_length - input_ids.shape[1]
     check_prepared(input_ids, attention_mask, model_kwargs)
     new_tokens = generation_config.max_length - input_ids.shape[1]
     batch = Batch(input_ids, attention_mask, new_tokens, request.num_assistant_tokens)

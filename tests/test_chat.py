@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from cactus_kernels import chat, runs
+from cactus_kernels import chat, runs, talk
 
 FIXTURES = (command, on_the_cpu, same_logging_afterwards)
 
@@ -197,17 +197,17 @@ def test_a_conversation_goes_on(checkpoints, command, monkeypatch):
     directory, seen = checkpoints / "llama3", []
     right = chat.render
     monkeypatch.setattr(
-        chat, "render", lambda tokenizer, turns, thinking: seen.append(turns) or right(tokenizer, turns)
+        talk, "render", lambda tokenizer, turns, thinking: seen.append(turns) or right(tokenizer, turns)
     )
     monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n\nBye\n"))
     models = ["--model", directory, "--draft", directory, "--max-new-tokens", 5, "--seed", 3]
     code, out, err = command("generate", "--chat", "--system", "Be brief.", *models)
     assert (code, err) == (0, "")
-    assert [[m["role"] for m in turns] for turns in seen[1:]] == [
+    assert [[m["role"] for m in turns] for turns in seen] == [
         ["system", "user"],
         ["system", "user", "assistant", "user"],
     ]
-    assert seen[2][1]["content"] == "Hi" and seen[2][3]["content"] == "Bye"
+    assert seen[1][1]["content"] == "Hi" and seen[1][3]["content"] == "Bye"
     assert out.count(" a target forward]\n") == 2 and "Hi" not in out
 
 

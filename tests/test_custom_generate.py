@@ -184,6 +184,12 @@ LOST = {
     "beams": (lambda d: {"num_beams": 2}, "num_beams=2: beam search does not sample"),
     "cache": (lambda d: {CACHE: used_cache()}, "a cache of the caller's is not taken"),
     "positions": (lambda d: {"position_ids": torch.tensor([[1, 2], [1, 2]])}, "position_ids are not those of the mask"),
+    "right-padded mask": (
+        lambda d: {"attention_mask": torch.tensor([[1, 1], [1, 0]])}, "padding at the right of a row or inside it"
+    ),
+    "a padding id inside": (
+        lambda d: {"pad_token_id": 4, "eos_token_id": 1}, "padding at the right of a row or inside it"
+    ),
     "guidance": (lambda d: {"guidance_scale": 1.5}, "guidance_scale=1.5"),
     "rule": (lambda d: {"rule": "cacti"}, "unknown rule 'cacti'"),
     "two drafters": (lambda d: {"prompt_lookup_num_tokens": 3}, "are both given: leave one out"),
