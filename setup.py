@@ -36,7 +36,12 @@ setup(
             "scipy>=1.11",
             "ruff>=0.9",
         ],
-        "bench": ["pytest>=8", "pytest-benchmark>=4"],
+        "bench": [
+            "pytest>=8",
+            "pytest-benchmark>=4",
+            'economize>=0.3.2; python_version >= "3.11"',
+            'flashspec>=0.3.1; python_version >= "3.11"',
+        ],
         "plot": ["matplotlib>=3.8"],
     },
     entry_points={"console_scripts": ["cactus-kernels=cactus_kernels.cli:main"]},
