@@ -39,7 +39,7 @@ setup(
         "bench": [
             "pytest>=8",
             "pytest-benchmark>=4",
-            'economize>=0.3.2; python_version >= "3.11"',
+            "economize>=0.3.2",
             'flashspec>=0.3.1; python_version >= "3.11"',
         ],
         "plot": ["matplotlib>=3.8"],
