@@ -57,6 +57,7 @@ DRAFTING = {
 }
 # What `generate` prepares for a model's forward pass, and the loop makes itself.
 PREPARED = ("position_ids", "cache_position", "logits_to_keep", "use_cache", "cache", "past_key_values")
+NUM_ASSISTANT_TOKENS = 5  # unless the caller says otherwise
 # Vocabularies of one tokenizer may be padded to different sizes, but not by more than this.
 MAX_PADDING = 1024
 
@@ -128,6 +129,8 @@ def check_request(
     if lookup is not None:
         if assistant_model is not None:
             raise ValueError("prompt_lookup_num_tokens and assistant_model are both given: leave one out")
+        if num_assistant_tokens != NUM_ASSISTANT_TOKENS:
+            raise ValueError("prompt_lookup_num_tokens and num_assistant_tokens are both given: leave the latter out")
         num_assistant_tokens, max_ngram_size = lookup, setting("max_matching_ngram_size") or 2
         kwargs["prompt_lookup_num_tokens"] = None  # `generate` would see to it itself, and refuse what it cannot do
         _check_count("prompt_lookup_num_tokens", lookup)

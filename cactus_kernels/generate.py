@@ -9,7 +9,7 @@ import torch
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 
 from .batch import Batch, Scorer, arg_max
-from .checks import check_prepared, check_request
+from .checks import NUM_ASSISTANT_TOKENS, check_prepared, check_request
 from .drafters import ModelDrafter, PromptLookup
 from .inputs import choose_backend
 from .outputs import Streams, TokenScores
@@ -31,7 +31,7 @@ def speculative_generate(
     *,
     assistant_model=None,
     rule="cactus",
-    num_assistant_tokens=5,
+    num_assistant_tokens=NUM_ASSISTANT_TOKENS,
     draft_temperature=None,
     seed=None,
     backend=None,
@@ -117,7 +117,7 @@ def custom_generate(
     generation_config,
     assistant_model=None,
     rule="cactus",
-    num_assistant_tokens=5,
+    num_assistant_tokens=NUM_ASSISTANT_TOKENS,
     draft_temperature=None,
     prompt_lookup_num_tokens=None,
     max_matching_ngram_size=None,

@@ -12,7 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 from .assets import embedded_pair
 from .cache import check_rollback, max_positions
 from .chat import end_of_turn
-from .checks import check_same_tokenizer
+from .checks import NUM_ASSISTANT_TOKENS, check_same_tokenizer
 from .generate import speculative_generate
 from .processors import eos_ids
 from .rules import Cactus, Rule, SpS, resolve_rule
@@ -55,7 +55,7 @@ class Settings:
 
     rule: Rule
     seed: int
-    num_assistant_tokens: int = 5
+    num_assistant_tokens: int = NUM_ASSISTANT_TOKENS
     prompt_lookup_num_tokens: int | None = None
     max_new_tokens: int = 128
     greedy: bool = False
@@ -69,6 +69,10 @@ class Settings:
             value = getattr(self, name)
             if value is not None and not 1 <= value <= MAX_DRAFT_TOKENS:
                 raise ValueError(f"{name.replace('_', '-')} must be in 1 .. {MAX_DRAFT_TOKENS}, got {value}")
+        if self.prompt_lookup_num_tokens is not None and self.num_assistant_tokens != NUM_ASSISTANT_TOKENS:
+            raise ValueError(
+                "--prompt-lookup-num-tokens and --num-assistant-tokens are both given: leave the latter out"
+            )
         if self.max_new_tokens < 1:
             raise ValueError(f"max-new-tokens must be at least 1, got {self.max_new_tokens}")
         if not (self.temperature > 0 and math.isfinite(self.temperature)):
@@ -82,8 +86,10 @@ class Settings:
             raise ValueError(f"seed must fit in 64 bits, got {self.seed}")
 
     def to_dict(self) -> dict:
-        """Everything above, ready for JSON; what greedy decoding has no use for is None."""
+        """Everything above, ready for JSON; what a run has no use for is None."""
         values = asdict(self) | {"rule": self.rule.name, "delta": next(iter(self.rule.strengths), None)}
+        if self.prompt_lookup_num_tokens is not None:
+            values["num_assistant_tokens"] = None
         if self.greedy:
             values |= dict.fromkeys(("rule", "delta", "temperature", "top_k", "top_p", "seed"))
         return values

@@ -222,6 +222,10 @@ def test_a_conversation_goes_on(checkpoints, command, monkeypatch):
         (["Hi", "--no-thinking"], "--thinking goes with --chat: add it"),
         (["--chat", "--json"], "--compare and --json take one message: give it as the prompt"),
         (["Hi", "--prompt-lookup-num-tokens", "65"], "prompt-lookup-num-tokens must be in 1 .. 64, got 65"),
+        (
+            ["Hi", "--prompt-lookup-num-tokens", "3", "--num-assistant-tokens", "4"],
+            "are both given: leave the latter out",
+        ),
         (["Hi", "--prompt-lookup-num-tokens", "3", "--model", ".", "--draft", "."], "are both given: leave one out"),
     ],
 )

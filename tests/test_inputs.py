@@ -140,6 +140,11 @@ REFUSED = {
     "two drafters": (
         {"prompt_lookup_num_tokens": 3}, ValueError, "prompt_lookup_num_tokens and assistant_model are both given: leave one"
     ),
+    "lookup and a number": (
+        {"prompt_lookup_num_tokens": 3, "assistant_model": None, "num_assistant_tokens": 4},
+        ValueError,
+        "prompt_lookup_num_tokens and num_assistant_tokens are both given: leave the latter out",
+    ),
     "long lookup": (
         {"prompt_lookup_num_tokens": 65, "assistant_model": None}, ValueError, r"tokens must be in 1 \.\. 64, got 65"
     ),
