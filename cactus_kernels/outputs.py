@@ -1,6 +1,9 @@
-"""What leaves the loop beside the tokens: their scores, and streams of them."""
+"""What leaves the loop beside the tokens: their scores, streams of them, and of their text."""
 
 import torch
+from transformers.generation.streamers import BaseStreamer
+
+CONTEXT = 5  # tokens of the prompt that a first new token is decoded with: some tokenizers drop a leading space else
 
 
 class TokenScores:
@@ -56,3 +59,41 @@ class Streams:
                 each.put(torch.tensor([token]))
             if not remaining[row]:
                 self.open.pop(row).end()
+
+
+class TextStream(BaseStreamer):
+    """Passes text on as its tokens come, a character of several tokens only once it is whole.
+
+    Args:
+        tokenizer: its special tokens are left out.
+        write: called with each new piece of text, a str that is not empty. The prompt is not passed on.
+    """
+
+    def __init__(self, tokenizer, write):
+        self.tokenizer, self.write = tokenizer, write
+        self.ids, self.start, self.read = None, 0, 0
+
+    def put(self, value):
+        """The prompt's ids, then new ones; int64, any shape."""
+        tokens = value.flatten().tolist()
+        if self.ids is None:
+            self.ids, self.start, self.read = tokens, max(0, len(tokens) - CONTEXT), len(tokens)
+            return
+        for token in tokens:
+            self.ids.append(token)
+            self._pass_on(whole=True)
+
+    def end(self):
+        self._pass_on(whole=False)
+
+    def _pass_on(self, whole):
+        # Texts of tokens do not simply add up: what is new is what the text of a few tokens has gained.
+        before, now = self._decode(self.ids[self.start : self.read]), self._decode(self.ids[self.start :])
+        if whole and now.endswith("\N{REPLACEMENT CHARACTER}"):
+            return
+        if len(now) > len(before):
+            self.write(now[len(before) :])
+        self.start, self.read = self.read, len(self.ids)
+
+    def _decode(self, ids):
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers.generation.streamers import BaseStreamer
 
 from .assets import embedded_pair
 from .cache import check_rollback, max_positions
 from .chat import end_of_turn
 from .checks import NUM_ASSISTANT_TOKENS, check_same_tokenizer
 from .generate import speculative_generate
+from .outputs import TextStream
 from .processors import eos_ids
 from .rules import Cactus, Rule, SpS, resolve_rule
 from .stats import Stats
@@ -22,7 +22,6 @@ from .verify import MAX_DRAFT_TOKENS
 DEFAULT_PROMPT = "Question: Maria has 5 boxes of pencils."
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 WARM_UP_TOKENS = 16
-CONTEXT = 5  # tokens of the prompt that a first new token is decoded with: some tokenizers drop a leading space else
 
 
 @dataclass(frozen=True)
@@ -137,44 +136,6 @@ class Run:
             "acceptance_rate": self.acceptance_rate,
             "stats": self.stats and self.stats.to_dict(),
         }
-
-
-class TextStream(BaseStreamer):
-    """Passes text on as its tokens come, a character of several tokens only once it is whole.
-
-    Args:
-        tokenizer: its special tokens are left out.
-        write: called with each new piece of text, a str that is not empty. The prompt is not passed on.
-    """
-
-    def __init__(self, tokenizer, write):
-        self.tokenizer, self.write = tokenizer, write
-        self.ids, self.start, self.read = None, 0, 0
-
-    def put(self, value):
-        """The prompt's ids, then new ones; int64, any shape."""
-        tokens = value.flatten().tolist()
-        if self.ids is None:
-            self.ids, self.start, self.read = tokens, max(0, len(tokens) - CONTEXT), len(tokens)
-            return
-        for token in tokens:
-            self.ids.append(token)
-            self._pass_on(whole=True)
-
-    def end(self):
-        self._pass_on(whole=False)
-
-    def _pass_on(self, whole):
-        # Texts of tokens do not simply add up: what is new is what the text of a few tokens has gained.
-        before, now = self._decode(self.ids[self.start : self.read]), self._decode(self.ids[self.start :])
-        if whole and now.endswith("\N{REPLACEMENT CHARACTER}"):
-            return
-        if len(now) > len(before):
-            self.write(now[len(before) :])
-        self.start, self.read = self.read, len(self.ids)
-
-    def _decode(self, ids):
-        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 def check_prompt(prompt: str) -> None:
