@@ -34,6 +34,8 @@ setup(
             "pytest-timeout>=2",
             "pytest-xdist>=3",
             "scipy>=1.11",
+            "accelerate>=1.0",
+            "peft>=0.17",
             "ruff>=0.9",
         ],
         "bench": [

@@ -10,20 +10,25 @@ class Batch:
     """The rows' texts without padding, and how far each has come.
 
     Attributes:
+        padding: columns at the left of each row as it came (a list).
         text: int64 [B, L]; row b holds its prompt and tokens in text[b, : length[b]], drafts beyond.
         length: tokens of each row (a list; `lengths` is the same on the device).
         remaining: tokens each row may still emit, 0 once it has ended.
         drafts: drafts of each row in this round, at most its number of assistant tokens (`num_drafts` on the device).
     """
 
-    def __init__(self, input_ids, attention_mask, new_tokens, num_assistant_tokens):
-        """num_assistant_tokens: a list with the most drafts a round of each row."""
+    def __init__(self, input_ids, attention_mask, new_tokens, num_assistant_tokens, prefill_chunk_size=None):
+        """
+        num_assistant_tokens: a list with the most drafts a round of each row.
+        prefill_chunk_size: most columns of a forward pass over the batch, None: no limit.
+        """
         self.size, P = input_ids.shape
         self.device = input_ids.device
-        padding = [0] * self.size if attention_mask is None else (attention_mask == 0).sum(1).tolist()
-        self.prompts = [row[pad:] for row, pad in zip(input_ids, padding, strict=True)]
+        self.padding = [0] * self.size if attention_mask is None else (attention_mask == 0).sum(1).tolist()
+        self.prompts = [row[pad:] for row, pad in zip(input_ids, self.padding, strict=True)]
         self.num_assistant_tokens = num_assistant_tokens
-        self.length = [P - pad for pad in padding]
+        self.prefill_chunk_size = prefill_chunk_size
+        self.length = [P - pad for pad in self.padding]
         self.max_length = max(self.length) + new_tokens
         self.remaining = [new_tokens] * self.size
         self.emitted = [[] for _ in range(self.size)]
@@ -96,7 +101,7 @@ class Scorer:
 
     def __init__(self, model, batch, processors, vocab_size):
         """vocab_size: the target's, V. The model's own may be padded otherwise, or be a smaller one."""
-        self.model = RollbackModel(model, batch.size, batch.max_length)
+        self.model = RollbackModel(model, batch.size, batch.max_length, batch.prefill_chunk_size)
         self.batch, self.processors, self.vocab_size = batch, processors, vocab_size
         self.own_vocab_size = model.config.get_text_config().vocab_size
 

@@ -9,7 +9,9 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from . import philox
-from .cache import check_rollback
+from .cache import CACHE_KEYWORDS, check_rollback
+from .cache_handover import CACHE_NAME, check_cache
+from .images import IMAGE_INPUTS, check_images
 from .inputs import MAX_DRAFT_TOKENS
 from .rules import Rule, resolve_rule
 from .sampling import Sampling
@@ -35,7 +37,6 @@ REFUSED = {
     "output_hidden_states": (bool, "not offered: leave it out"),
     "use_cache": (lambda v: v is False, "speculative decoding needs the cache: leave use_cache out"),
     "token_healing": (bool, "not offered: leave it out"),
-    "prefill_chunk_size": (bool, "not offered: leave it out"),
     "cache_implementation": (
         lambda v: v in ("quantized", "paged") or str(v).startswith("offloaded"),
         "a quantized, paged or offloaded cache cannot roll back here: leave it out",
@@ -43,7 +44,7 @@ REFUSED = {
 }
 # Keywords of `generate` that the loop would have to ignore.
 NOT_TAKEN = (
-    "inputs_embeds", "past_key_values", "cache", "encoder_outputs", "custom_generate", "position_ids",
+    "inputs_embeds", "encoder_outputs", "custom_generate", "position_ids",
     "negative_prompt_ids", "negative_prompt_attention_mask", "labels", "logits_to_keep",
     "assistant_confidence_threshold", "num_assistant_tokens_schedule", "assistant_lookbehind", "target_lookbehind",
 )  # fmt: skip
@@ -56,7 +57,7 @@ DRAFTING = {
     "target_lookbehind": 10,
 }
 # What `generate` prepares for a model's forward pass, and the loop makes itself.
-PREPARED = ("position_ids", "cache_position", "logits_to_keep", "use_cache", "cache", "past_key_values")
+PREPARED = ("position_ids", "cache_position", "logits_to_keep", "use_cache", *CACHE_KEYWORDS)
 NUM_ASSISTANT_TOKENS = 5  # unless the caller says otherwise
 # Vocabularies of one tokenizer may be padded to different sizes, but not by more than this.
 MAX_PADDING = 1024
@@ -67,6 +68,7 @@ class Request:
     """A checked call. `input_ids` int64 [B, P] on the model's device; `kwargs` go to `generate` as they are.
 
     num_assistant_tokens: most drafts a round of each row, a list. max_ngram_size: of prompt lookup, None with a draft model.
+    continues: whether the caller brought a cache.
     """
 
     input_ids: torch.Tensor
@@ -77,6 +79,8 @@ class Request:
     seed: int | torch.Tensor
     stopping_criteria: StoppingCriteriaList
     kwargs: dict
+    continues: bool
+    prefill_chunk_size: int | None
 
     def seeds(self, batch_size: int) -> torch.Tensor:
         """The seed of every row, int64 [B]."""
@@ -144,6 +148,14 @@ def check_request(
     _check_processes(model, kwargs.pop("synced_gpus", None))
 
     rows = len(input_ids) * (1 if expanded else setting("num_return_sequences") or 1)
+    chunk = setting("prefill_chunk_size")
+    if chunk is not None and (isinstance(chunk, bool) or not isinstance(chunk, int) or chunk < 1):
+        raise ValueError(f"prefill_chunk_size must be a positive int, got {chunk!r}")
+    check_images(model, input_ids, kwargs, chunk)
+    caches = [cache for cache in (kwargs.pop(name, None) for name in CACHE_KEYWORDS) if cache is not None]
+    for cache in caches:
+        check_cache(cache, rows, input_ids.shape[1])
+        kwargs[CACHE_NAME] = cache
     pad_token_id, eos_token_id = setting("pad_token_id"), setting("eos_token_id")
     if not expanded or kwargs.get("attention_mask") is not None:
         kwargs["attention_mask"] = _check_mask(input_ids, kwargs.get("attention_mask"), pad_token_id, eos_token_id)
@@ -161,7 +173,9 @@ def check_request(
     _check_strengths(rule, rows, model.device)
     counts = _check_drafts(num_assistant_tokens, rows)
     seed = _check_seed(seed, rows)
-    return Request(input_ids, rule, counts, max_ngram_size, draft_temperature, seed, criteria, kwargs)
+    return Request(
+        input_ids, rule, counts, max_ngram_size, draft_temperature, seed, criteria, kwargs, caches != [], chunk
+    )
 
 
 def check_prepared(input_ids, attention_mask, model_kwargs) -> None:
@@ -170,15 +184,13 @@ def check_prepared(input_ids, attention_mask, model_kwargs) -> None:
     input_ids: int64 [B, P]. attention_mask: [B, P], or None for all ones, as it comes from `generate`.
     """
     for name, value in model_kwargs.items():
-        if value is not None and name not in PREPARED:
+        if value is not None and name not in (*PREPARED, *IMAGE_INPUTS):
             raise ValueError(f"{name} is not taken by the decoding loop: leave it out")
-    for cache in (model_kwargs.get("cache"), model_kwargs.get("past_key_values")):
-        if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length()):
-            raise ValueError("a cache of the caller's is not taken by the decoding loop: leave it out")
     positions = model_kwargs.get("position_ids")
     if positions is not None:
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        if positions.shape != mask.shape or ((positions != mask.cumsum(1) - 1) & (mask != 0)).any():
+        # Models that number images in directions of their own have as many sheets [S, B, P], all alike for text.
+        if positions.shape[-2:] != mask.shape or ((positions != mask.cumsum(1) - 1) & (mask != 0)).any():
             raise ValueError("position_ids are not those of the mask, and are not taken: leave them out")
 
 

@@ -9,8 +9,10 @@ import torch
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 
 from .batch import Batch, Scorer, arg_max
+from .cache_handover import CACHE_NAME, brought, give, take
 from .checks import NUM_ASSISTANT_TOKENS, check_prepared, check_request
 from .drafters import ModelDrafter, PromptLookup
+from .images import image_inputs
 from .inputs import choose_backend
 from .outputs import Streams, TokenScores
 from .processors import Processors, Stopping, callers_criteria, callers_processors, pad_id
@@ -53,7 +55,7 @@ def speculative_generate(
     that read the text are called for one row at a time, [1, L] without padding, as if it were generated alone.
 
     Args:
-        model: the target, a decoder-only causal LM with eager or sdpa attention and a cache that can roll back.
+        model: the target, a decoder-only causal LM with eager, sdpa or flash attention and a cache that can roll back.
         input_ids: int64 [B, P], left-padded; rows of different lengths need `attention_mask`.
         assistant_model: the draft, of the same kind and with the same tokenizer; `skip_layers(model, ...)` makes one of
             the target's own weights. Without one, prompt_lookup_num_tokens drafts from the row's own text.
@@ -67,11 +69,13 @@ def speculative_generate(
         streamer: as in `generate`, for one row; or a list with one a row, which gets its row's prompt without padding,
             every token, and its end as soon as the row has ended.
         generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, **kwargs: as in `generate`;
-            docs/generate.md has a row for each keyword.
+            docs/generate.md has a row for each keyword. A cache (a `DynamicCache`, as it came back from an earlier call) is
+            continued from, and holds the new text afterwards.
         tokenizer, assistant_tokenizer: if both are given, their ids are compared; `tokenizer` serves `stop_strings` too.
 
     Returns:
-        int64 [B, P + new tokens], as `generate` does; or `SpeculativeOutput` with `return_dict_in_generate=True`.
+        int64 [B, P + new tokens], as `generate` does; or `SpeculativeOutput` with `return_dict_in_generate=True`. Its
+        cache ends where the shortest row does.
 
     Raises:
         TypeError, ValueError: before any work, naming what came and what to do. ValueError while running where a model
@@ -145,6 +149,7 @@ def custom_generate(
     attention_mask = model_kwargs.get("attention_mask")  # named above, `generate` would not prepare it
     settings = {"stop_strings": stop_strings, "prompt_lookup_num_tokens": prompt_lookup_num_tokens}
     settings |= {"max_matching_ngram_size": max_matching_ngram_size, "attention_mask": attention_mask}
+    settings |= image_inputs(model_kwargs) | {CACHE_NAME: brought(model_kwargs)}
     request = check_request(
         model, input_ids, assistant_model, rule, num_assistant_tokens, draft_temperature, seed, generation_config,
         logits_processor, callers_criteria(stopping_criteria, generation_config), streamer, tokenizer, assistant_tokenizer,
@@ -205,7 +210,7 @@ def _decode(
     """The decoding loop, called by `generate` with everything prepared (`num_return_sequences` rows expanded too)."""
     check_prepared(input_ids, attention_mask, model_kwargs)
     new_tokens = generation_config.max_length - input_ids.shape[1]
-    batch = Batch(input_ids, attention_mask, new_tokens, request.num_assistant_tokens)
+    batch = Batch(input_ids, attention_mask, new_tokens, request.num_assistant_tokens, request.prefill_chunk_size)
     processors = Processors(
         model, logits_processor, generation_config, user_processors, prefix_allowed_tokens_fn, batch.prompts, new_tokens
     )
@@ -214,8 +219,15 @@ def _decode(
         model, assistant_model, batch, processors, request, request.seeds(batch.size), backend,
         greedy=not generation_config.do_sample,
     )  # fmt: skip
+    cache = model_kwargs.get(CACHE_NAME)
+    if request.continues:
+        decoder.cached = take(decoder.scorer.model, cache, batch.padding)
     stats = Stats.of(request.rule, batch.size)
     kept = TokenScores(generation_config, batch.size, processors.warpers)
+    images = image_inputs(model_kwargs)
+    if images:
+        decoder.read_prompt(images)
+        stats.target_forwards += 1
     clock = _Clock(model.device)
     streams = Streams(streamer, input_ids, batch.prompts)
 
@@ -237,8 +249,14 @@ def _decode(
     stats.target_cache_bytes, stats.draft_cache_bytes = map(cache_bytes, (decoder.scorer.model, decoder.drafter.model))
     stats.peak_memory_bytes = peak_memory(model.device)
     sequences = batch.sequences(input_ids, pad_id(generation_config))
+    if generation_config.return_dict_in_generate or request.continues:
+        # Up to the end of the shortest row but its last token, which no forward pass has seen.
+        seen = input_ids.shape[1] + min(stats.tokens) - 1
+        cache = give(decoder.scorer.model, cache, batch.padding, seen)
     if generation_config.return_dict_in_generate:
-        return SpeculativeOutput(sequences=sequences, scores=kept.scores(), logits=kept.logits(), stats=stats)
+        return SpeculativeOutput(
+            sequences=sequences, scores=kept.scores(), logits=kept.logits(), stats=stats, **{CACHE_NAME: cache}
+        )
     return sequences
 
 
@@ -267,16 +285,23 @@ class _Decoder:
         else:
             self.drafter = PromptLookup(batch, request.max_ngram_size)
         self.first_round = True
+        self.cached = 0  # tokens of the longest row that the target need not read again
 
     def draft(self):
         """Drafts of the round: ids int64 [B, m], -1 beyond a row's number, and what they were drawn from (drafters.py)."""
         return self.drafter.draft()
 
+    def read_prompt(self, images):
+        """The target's pass over the prompt alone: among drafts there may be tokens that stand for images."""
+        length = max(self.batch.length)
+        self.scorer.model(*self.batch.block(length - self.cached, 0), length=length, logits_to_keep=1, **images)
+        self.cached = length - 1
+
     def score(self):
         """The target at the last token and every draft: logits [B, m + 1, V], as they are and as processors leave them."""
         batch = self.batch
         m = max(batch.drafts)
-        tokens, positions = batch.block(max(batch.length) if self.first_round else 1, m)
+        tokens, positions = batch.block(max(batch.length) - self.cached if self.first_round else 1, m)
         self.first_round = False
         logits = self.scorer.logits(tokens, positions, ahead=0, keep=m + 1)
         return logits, self.scorer.scores(logits, ahead=0)

@@ -164,7 +164,7 @@ def bind(draft, **bound):
 
 def used_cache():
     cache = DynamicCache()
-    cache.update(torch.zeros(2, 1, 1, 4), torch.zeros(2, 1, 1, 4), 0)
+    cache.update(torch.zeros(3, 1, 1, 4), torch.zeros(3, 1, 1, 4), 0)
     return cache
 
 
@@ -182,7 +182,7 @@ LOST = {
     ),
     "stop strings in a config": (lambda d: {"generation_config": GenerationConfig(stop_strings=["a"])}, "locate a tokenizer"),
     "beams": (lambda d: {"num_beams": 2}, "num_beams=2: beam search does not sample"),
-    "cache": (lambda d: {CACHE: used_cache()}, "a cache of the caller's is not taken"),
+    "cache": (lambda d: {CACHE: used_cache()}, "the cache has 3 rows for 2 rows of the batch"),
     "positions": (lambda d: {"position_ids": torch.tensor([[1, 2], [1, 2]])}, "position_ids are not those of the mask"),
     "right-padded mask": (
         lambda d: {"attention_mask": torch.tensor([[1, 1], [1, 0]])}, "padding at the right of a row or inside it"
@@ -214,16 +214,16 @@ def test_inputs_of_the_model_that_the_loop_has_no_use_for():
     """`generate` lets the forward's own keywords through; the loop says so, also through `speculative_generate`."""
     target, draft = table_pair(8)
     forward = target.forward
-    target.forward = lambda input_ids, pixel_values=None, token_type_ids=None, **kwargs: forward(input_ids)
+    target.forward = lambda input_ids, **kwargs: forward(input_ids)
     target.forward.__signature__ = inspect.signature(
-        lambda input_ids, attention_mask=None, position_ids=None, cache=None, past_key_values=None, pixel_values=None: 0
+        lambda input_ids, attention_mask=None, position_ids=None, cache=None, past_key_values=None, clicks=None: 0
     )
     for call in (
         partial(target.generate, IDS, custom_generate=bind(draft)),
         partial(speculative_generate, target, IDS, assistant_model=draft),
     ):
-        with pytest.raises(ValueError, match="pixel_values is not taken by the decoding loop: leave it out"):
-            call(pixel_values=torch.zeros(2, 3, 4, 4), max_new_tokens=3)
+        with pytest.raises(ValueError, match=r"clicks is not taken by .*: leave it out"):
+            call(clicks=torch.zeros(2), max_new_tokens=3)
 
 
 @FORMS

@@ -10,8 +10,7 @@ pytest.importorskip("transformers")
 
 import torch
 import transformers
-from models import table_pair
-from test_cache import MIXED, build
+from models import MIXED, build, table_pair
 from test_generate import outputs, p_value, plain, random_prompts, rows_of, run, sampled
 from transformers import AutoModelForCausalLM
 

@@ -160,7 +160,7 @@ REFUSED = {
     "quantized": ({"cache_implementation": "quantized"}, ValueError, "cache_implementation='quantized'.*leave it out"),
     "offloaded": ({"cache_implementation": "offloaded"}, ValueError, "cache_implementation='offloaded'"),
     "inputs_embeds": ({"inputs_embeds": torch.zeros(2, 2, 4)}, ValueError, "inputs_embeds is not taken"),
-    "past_key_values": ({"past_key_values": object()}, ValueError, "past_key_values is not taken"),
+    "past_key_values": ({"past_key_values": object()}, TypeError, "must be a DynamicCache, got object"),
     "custom_generate": ({"custom_generate": "x/y"}, ValueError, "custom_generate is not taken"),
     "streamer": ({"streamer": object()}, ValueError, "a streamer takes one row, got 2: pass a list with one a row"),
     "streamers": ({"streamer": [object()]}, ValueError, "streamer has 1 entries for 2 rows: give one a row"),

@@ -1,5 +1,6 @@
 """Every row of the table of `generate`'s keywords in docs/generate.md."""
 
+import functools
 import inspect
 import re
 from pathlib import Path
@@ -9,8 +10,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from models import TableModel, table_pair
-from test_cache import build
+from models import TableModel, build, table_pair
 from test_generate import EOS, PAD, PROCESSORS, Recorder, SumStops, chain, outputs, plain, random_prompts, run, uneven
 from transformers import (
     GenerationConfig,
@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from cactus_kernels import checks, speculative_generate
+from cactus_kernels.cache_handover import CACHE_NAME
 
 PAGE = (Path(__file__).parents[1] / "docs/generate.md").read_text(encoding="utf-8")
 VERDICTS = {
@@ -72,13 +73,13 @@ NO_EFFECT = {
     "trust_remote_code": True, "cache_implementation": "dynamic",
 }  # fmt: skip
 REFUSED = {
-    "cache_implementation": "offloaded", "past_key_values": object(), "cache": object(), "use_cache": False,
+    "cache_implementation": "offloaded", "use_cache": False,
     "inputs_embeds": torch.zeros(2, 2, 4), "position_ids": torch.zeros(2, 2), "encoder_outputs": object(),
     "logits_to_keep": 1, "labels": torch.zeros(2, 2), "num_beams": 2, "num_beam_groups": 2, "diversity_penalty": 0.5,
     "constraints": [object()], "force_words_ids": [[3]], "penalty_alpha": 0.6, "low_memory": True, "dola_layers": "high",
     "guidance_scale": 1.5, "watermarking_config": object(), "token_healing": True, "negative_prompt_ids": torch.zeros(2, 2),
     "negative_prompt_attention_mask": torch.zeros(2, 2), "output_attentions": True, "output_hidden_states": True,
-    "prefill_chunk_size": 4, "synced_gpus": True, "num_assistant_tokens_schedule": "heuristic",
+    "synced_gpus": True, "num_assistant_tokens_schedule": "heuristic",
     "assistant_confidence_threshold": 0.3, "assistant_lookbehind": 5, "target_lookbehind": 5, "assistant_early_exit": 1,
     "assistant_ensemble_weight": 0.5, "use_mtp": True, "speculation_type": "dflash", "is_assistant": True,
     "custom_generate": "x/y",
@@ -302,3 +303,32 @@ def test_weights_that_are_shared_out_among_processes(monkeypatch):
     monkeypatch.setattr(checks, "is_fsdp_managed_module", lambda model: isinstance(model, TableModel))
     with pytest.raises(ValueError, match=r"shared out among processes .* gather them first"):
         run(target, draft, prompts, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_keyword_cache_and_past_key_values(name):
+    """Also under the name that this transformers does not have; what is refused is in test_cache_handover.py."""
+    target, prompts = build("llama"), random_prompts((9, 9), 61)
+    first = run(target, target, prompts, max_new_tokens=5)
+    texts = [[*row, 7, 8] for row in first.sequences.tolist()]
+    out = run(target, target, texts, max_new_tokens=8, **{name: first[CACHE_NAME]})
+    assert outputs(out, texts) == plain(target, texts, max_new_tokens=8)
+
+
+def test_keyword_prefill_chunk_size():
+    target, prompts = build("llama"), random_prompts((3, 17), 61)
+    forward, widths = target.forward, []
+
+    @functools.wraps(forward)
+    def recorded(**kwargs):
+        widths.append(kwargs["input_ids"].shape[1])
+        return forward(**kwargs)
+
+    target.forward = recorded
+    for settings in ({"prefill_chunk_size": 4}, {"generation_config": GenerationConfig(prefill_chunk_size=4)}):
+        out = run(target, build("llama"), prompts, max_new_tokens=8, num_assistant_tokens=3, **settings)
+        assert max(widths) == 4
+        assert outputs(out, prompts) == plain(build("llama"), prompts, max_new_tokens=8)
+    for bad in (0, 2.5, True):
+        with pytest.raises(ValueError, match="prefill_chunk_size must be a positive int, got"):
+            run(target, target, prompts, prefill_chunk_size=bad)

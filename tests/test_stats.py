@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from test_cache import COMMON, build
+from models import COMMON, build
 from test_generate import random_prompts, run
 
 from cactus_kernels import skip_layers, stats
