@@ -28,6 +28,7 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, Ma
 from transformers.generation import logits_process as hf
 
 from cactus_kernels import Cactus, custom_generate, speculative_generate
+from cactus_kernels.cache_handover import CACHE_NAME
 
 HUB = str(files("cactus_kernels") / "hub")
 IDS = torch.tensor([[3, 4], [5, 6]])
@@ -168,7 +169,6 @@ def used_cache():
     return cache
 
 
-CACHE = next(k for k in ("cache", "past_key_values") if k in inspect.signature(table_pair(4)[0].forward).parameters)
 # What `generate` is given, beside the bound draft, and what the error says.
 LOST = {
     "assistant_model": (
@@ -182,7 +182,7 @@ LOST = {
     ),
     "stop strings in a config": (lambda d: {"generation_config": GenerationConfig(stop_strings=["a"])}, "locate a tokenizer"),
     "beams": (lambda d: {"num_beams": 2}, "num_beams=2: beam search does not sample"),
-    "cache": (lambda d: {CACHE: used_cache()}, "the cache has 3 rows for 2 rows of the batch"),
+    "cache": (lambda d: {CACHE_NAME: used_cache()}, "the cache has 3 rows for 2 rows of the batch"),
     "positions": (lambda d: {"position_ids": torch.tensor([[1, 2], [1, 2]])}, "position_ids are not those of the mask"),
     "right-padded mask": (
         lambda d: {"attention_mask": torch.tensor([[1, 1], [1, 0]])}, "padding at the right of a row or inside it"
