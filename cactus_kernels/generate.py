@@ -224,11 +224,12 @@ def _decode(
         decoder.cached = take(decoder.scorer.model, cache, batch.padding)
     stats = Stats.of(request.rule, batch.size)
     kept = TokenScores(generation_config, batch.size, processors.warpers)
+    clock = _Clock(model.device)
     images = image_inputs(model_kwargs)
     if images:
-        decoder.read_prompt(images)
+        with clock.time("target"):
+            decoder.read_prompt(images)
         stats.target_forwards += 1
-    clock = _Clock(model.device)
     streams = Streams(streamer, input_ids, batch.prompts)
 
     while batch.active:

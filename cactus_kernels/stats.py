@@ -12,7 +12,8 @@ class Stats:
 
     Attributes:
         rule, strengths: the rule's name and its strengths (a number, or one for each request).
-        target_forwards: forward passes of the target over the batch, each followed by one verification.
+        target_forwards: forward passes of the target over the batch, each followed by one verification; with images
+            one more, over the prompt.
         rounds: verifications that each request took part in.
         drafted, accepted: draft tokens proposed, and of those the ones in the output.
         tokens: tokens emitted: accepted ones, and one recovered or bonus token a round.
