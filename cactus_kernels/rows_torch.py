@@ -31,6 +31,8 @@ class ProbRows:
 
     def at(self, request, position, token):
         """fp32 array, 0 where the token is not in this vocabulary; int64 arguments that broadcast."""
+        if 0 in self.rows.shape:  # nothing to read, not even where it would be masked
+            return np.zeros(np.broadcast_shapes(request.shape, position.shape, token.shape), dtype=np.float32)
         index = np.broadcast_arrays(
             *self.index(request, position), np.minimum(np.maximum(token, 0), self.vocab_size - 1)
         )
