@@ -4,7 +4,20 @@ from importlib import import_module
 
 from . import law
 from .rows import SampleOutput, draw, row_stats, sample
-from .rules import Cactus, Rule, SpS
+from .rules import (
+    AdaptiveCactus,
+    Cactus,
+    Capped,
+    Coupled,
+    Interpolation,
+    Lenience,
+    Mentored,
+    Optimal,
+    Rule,
+    SpS,
+    TopK,
+    Typical,
+)
 from .sampling import RowStats, Sampling
 from .stats import Stats
 from .verify import VerifyOutput, verify, verify_from_logits
@@ -15,7 +28,14 @@ __version__ = "0.1.0"
 _LAZY = {"embedded_pair": "assets", "speculative_generate": "generate", "SpeculativeOutput": "generate"}
 
 __all__ = [
+    "AdaptiveCactus",
     "Cactus",
+    "Capped",
+    "Coupled",
+    "Interpolation",
+    "Lenience",
+    "Mentored",
+    "Optimal",
     "RowStats",
     "Rule",
     "SampleOutput",
@@ -23,6 +43,8 @@ __all__ = [
     "SpS",
     "SpeculativeOutput",
     "Stats",
+    "TopK",
+    "Typical",
     "VerifyOutput",
     "draw",
     "embedded_pair",

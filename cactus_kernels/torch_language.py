@@ -4,6 +4,25 @@ Float64 tensors stay float64, so that `law` can evaluate the same rules at full 
 """
 
 import torch
+from torch import exp, float32, float64, floor, int32, log
+
+static_range = range
+
+__all__ = [
+    "cast",
+    "div_rn",
+    "exp",
+    "float32",
+    "float64",
+    "floor",
+    "int32",
+    "log",
+    "maximum",
+    "minimum",
+    "sqrt_rn",
+    "static_range",
+    "where",
+]
 
 
 def where(condition, a, b):
@@ -27,3 +46,7 @@ def sqrt_rn(x):
 
 def div_rn(a, b):
     return a / b
+
+
+def cast(x, dtype, bitcast=False):
+    return x.view(dtype) if bitcast else x.to(dtype)

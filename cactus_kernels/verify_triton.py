@@ -421,7 +421,7 @@ def _launch(inputs, out, scratch, stats, splits, num_warps):
 @functools.cache
 def _jitted(body):
     """The body of a rule as a function of the kernel, the same object each time, so that triton's cache knows it."""
-    return triton.jit(rules.bind(body, tl))
+    return rules.bind(body, tl, triton.jit)
 
 
 def _describe(x):

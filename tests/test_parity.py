@@ -211,9 +211,9 @@ def test_a_rule_of_ones_own(per_request, V, device):
 
 
 def test_a_rule_is_compiled_once():
-    assert verify_triton._jitted(SpS().h) is verify_triton._jitted(SpS.h)
+    assert verify_triton._jitted(SpS().h) is verify_triton._jitted(SpS().h)
     assert verify_triton._jitted(Cactus(1.0).h) is verify_triton._jitted(Cactus(0.1).h)
-    assert verify_triton._jitted(Cactus.h) is not verify_triton._jitted(SpS.h)
+    assert verify_triton._jitted(Cactus().h) is not verify_triton._jitted(SpS().h)
 
 
 # -- extremes of the random words
