@@ -1,16 +1,29 @@
 """Fuzzed cases for `verify`, and backends compared on them bit for bit. For the tests and `cactus-kernels check`."""
 
 import random
+from dataclasses import fields, is_dataclass
+from functools import partial
 
 import torch
 
-from .rules import Cactus, SpS
+from .rules import AdaptiveCactus, Cactus, Capped, Interpolation, Rule, SpS, TopK, Typical
 from .verify import VerifyOutput, verify
 
 # Around the chunk of 1024 tokens, and one size of many chunks, which costs most: rarely.
 VOCAB_SIZES = {1: 2, 2: 2, 7: 3, 1023: 3, 1024: 3, 1025: 4, 2049: 3, 32000: 0.4}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DELTAS = (0.0, 1e-30, 1e-3, 0.05, 0.5, 1.0, 30.0, 3e38)
+STRENGTHS = (
+    (Cactus, DELTAS),
+    (Cactus, DELTAS),
+    (partial(Cactus, divergence="kl"), DELTAS),
+    (AdaptiveCactus, DELTAS),
+    (partial(AdaptiveCactus, spend="uncertain"), DELTAS),
+    (Capped, (1.0, 1.0000001, 1.5, 4.0, 3e38)),
+    (Interpolation, (0.0, 1e-30, 0.3, 0.9, 1.0)),
+    (Typical, (0.0, 1e-6, 0.09, 0.5, 1.0)),
+    (lambda alpha: Typical(0.9, alpha), (0.0, 0.3, 0.99, 1.0)),
+)
 BAD_STRENGTHS = (float("nan"), float("inf"), -float("inf"), -1.0, -1e-30)
 BAD_PROBS = (float("nan"), float("inf"), -float("inf"), -0.25, 1.02, 300.0)
 ODD_PROBS = (-0.0, 1.0, 1.0078125, 1e-7, 6e-8)  # legal, and easily mistaken
@@ -109,8 +122,8 @@ def run_case(case, backend, device="cpu", **options):
 
 def to_device(value, device):
     """A tensor on a device with the strides and the alignment it had, or a rule with its strength there."""
-    if isinstance(value, Cactus) and isinstance(value.delta, torch.Tensor):
-        return Cactus(value.delta.to(device))
+    if isinstance(value, Rule) and is_dataclass(value):
+        return type(value)(*(to_device(getattr(value, field.name), device) for field in fields(value)))
     if not isinstance(value, torch.Tensor) or value.numel() == 0:
         return value.to(device) if isinstance(value, torch.Tensor) else value
     end = value.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
@@ -155,14 +168,17 @@ def _spoil(rows, drafted, rng):
 
 
 def _rule(B, rng):
-    if rng.random() < 0.35:
+    if rng.random() < 0.2:
         return SpS()
+    if rng.random() < 0.1:
+        return TopK(rng.choice((1, 2, 3, 10, 1000, 5000)))
+    make, values = rng.choice(STRENGTHS)
     if rng.random() < 0.5:
-        return Cactus(rng.choice(DELTAS))
-    deltas = rng.choices(DELTAS, k=B)
+        return make(rng.choice(values))
+    values = rng.choices(values, k=B)
     if rng.random() < 0.3:
-        deltas[rng.randrange(B)] = rng.choice(BAD_STRENGTHS)
-    return Cactus(torch.tensor(deltas))
+        values[rng.randrange(B)] = rng.choice(BAD_STRENGTHS)
+    return make(torch.tensor(values))
 
 
 def _strided(rows, rng):

@@ -32,11 +32,15 @@ def where(condition, a, b):
 
 
 def minimum(a, b):
-    return torch.clamp(a, max=b)
+    if not isinstance(a, torch.Tensor):
+        a, b = b, a
+    return torch.clamp(a, max=b) if isinstance(a, torch.Tensor) else min(a, b)
 
 
 def maximum(a, b):
-    return torch.clamp(a, min=b)
+    if not isinstance(a, torch.Tensor):
+        a, b = b, a
+    return torch.clamp(a, min=b) if isinstance(a, torch.Tensor) else max(a, b)
 
 
 def sqrt_rn(x):

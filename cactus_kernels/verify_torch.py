@@ -9,8 +9,8 @@ import functools
 import numpy as np
 import torch
 
-from . import numpy_language, philox, race_torch, rules
-from .rows_torch import COLUMNS, GROUP, LogitRows, ProbRows, Settings, reduced
+from . import numpy_language, philox, race_torch, row_statistics, rules
+from .rows_torch import COLUMNS, GROUP, LogitRows, ProbRows, reduced, settings_of
 
 # What a token is drawn from: the target row; the residual (h - p)+; or h without the drafted token, where rounding or
 # bad input left no residual.
@@ -25,6 +25,7 @@ def verify(inputs, out, scratch=None):
     num_drafted, first, bad_index = _spans(inputs)
     ids = n = _drafted_tokens(inputs, first, num_drafted)
     target, draft = _target_rows(inputs, num_drafted, first), _draft_rows(inputs, n, first)
+    stat = row_statistics.compute(inputs.rule.statistics, target, n >= 0)
 
     # 1. q_n and p_n of the drafted tokens: [B, m + 1], the last column being the end of every draft.
     request, j = np.arange(B)[:, None], np.arange(m + 1)
@@ -35,13 +36,15 @@ def verify(inputs, out, scratch=None):
     bad |= target.bad_at(request, j, q_n) & ((j < num_drafted[:, None]) | (inputs.bonus_token_ids is None))
     if draft is not None:
         bad |= draft.bad_at(request, j, p_n) & (n >= 0)
+    for s in stat or ():
+        bad |= np.isnan(s) & (n >= 0)
     q_n, p_n = np.minimum(q_n, np.float32(1)), np.minimum(p_n, np.float32(1))
 
     # 2. Accept until the first token that is rejected, bad or not there.
     row = philox.counter_row(offset[:, None], j)
     u = philox.uniform(*philox.philox(seed[:, None], 0, philox.ACCEPT, *row))
     with np.errstate(all="ignore"):  # bad values
-        h_n = _numpy_body(inputs.rule.h)(q_n, q_n, p_n, True, None, *(_of(s, slice(None)) for s in strengths))
+        h_n = _numpy_body(inputs.rule.h)(q_n, q_n, p_n, True, stat, *(_of(s, slice(None)) for s in strengths))
         accepted = (u * p_n < h_n) & (n >= 0) & ~bad
     stop = (~accepted).argmax(1)
     request = request[:, 0]
@@ -51,7 +54,8 @@ def verify(inputs, out, scratch=None):
     # 3. The weights of the one row pair that a token is drawn from, summed chunk by chunk, and the race.
     def draw(kind, r):
         """Draw for requests r, whose token comes from weights of one kind; for those without a residual, from the rest."""
-        weights, fine = _weights(kind, target, draft, r, stop[r], (n[r], q_n[r], p_n[r]), inputs.rule, strengths)
+        of_r = stat and tuple(s[r, stop[r]] for s in stat)
+        weights, fine = _weights(kind, target, draft, r, stop[r], (n[r], q_n[r], p_n[r]), inputs.rule, of_r, strengths)
         sums = chunk_sums(weights)
         some = (sums != 0).any(1)
         token[r] = race_torch.race(sums, weights, [x[r] for x in exponentials])
@@ -78,7 +82,7 @@ def verify(inputs, out, scratch=None):
         to.copy_(torch.from_numpy(values))
 
 
-def _weights(kind, target, draft, request, position, drafted, rule, strengths):
+def _weights(kind, target, draft, request, position, drafted, rule, stat, strengths):
     """The weights of requests, fp32 [R, V], 0 at the drafted token (n, its q and p); and which rows are not bad [R]."""
     n, q_n, p_n = drafted
     q = target.whole(request, position)
@@ -87,8 +91,9 @@ def _weights(kind, target, draft, request, position, drafted, rule, strengths):
         return q, ~bad
     V = q.shape[1]
     column = functools.partial(_column, device=q.device)
-    w = rule.h(q, column(q_n), column(p_n), False, None, *(column(_of(s, request)) for s in strengths))
-    if kind == RESIDUAL and draft is not None:
+    stat = stat and tuple(map(column, stat))
+    w = rule.h(q, column(q_n), column(p_n), False, stat, *(column(_of(s, request)) for s in strengths))
+    if kind == RESIDUAL and draft is not None and rule.subtracts_draft:
         p = draft.whole(request, position)[:, :V]
         bad |= draft.bad_whole(p)
         if p.shape[1] < V:

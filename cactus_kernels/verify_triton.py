@@ -6,27 +6,13 @@ draws the token from the winning chunk, writes every output and leaves the scrat
 """
 
 import functools
+import math
 
 import torch
 import triton
 import triton.language as tl
 
-from . import philox, race_torch, rows_torch, rules, verify_torch
-from .race_triton import BAD, CHUNK, LOWEST, ONE, race, row_at, stream_of, uniform
-from .rows_triton import (
-    BLOCKS,
-    NUM_WARPS,
-    dense,
-    is_aligned,
-    lanes,
-    load_stats,
-    prob,
-    reduce_rows,
-    row_strides,
-    span_of,
-    with_scratch,
-)
-from .sampling import COLUMNS
+from . import philox, race_torch, row_statistics_triton, rows_torch, rules, verify_torch
 
 MAX_PROB = tl.constexpr(rows_torch.MAX_PROB)
 TARGET, RESIDUAL, REST = (
@@ -62,10 +48,10 @@ def _stream(row, at, token, stats):
 
 @triton.jit
 def _fixed_weight(q, p, q_n, p_n, strengths, H: tl.constexpr, KIND: tl.constexpr):
-    """Weights of tokens that are not n, in units of 2^-52."""
+    """Weights of tokens that are not n, in units of 2^-52. strengths: after the tuple of statistics."""
     w = q
     if KIND != TARGET:
-        w = H(q, q_n, p_n, False, None, *strengths)
+        w = H(q, q_n, p_n, False, *strengths)
     if KIND == RESIDUAL:
         w = tl.maximum(w - p, 0.0)
     return (w * ONE).to(tl.int64)
@@ -157,15 +143,23 @@ def _chunk_weights(
     """fp32 weights of one chunk [CHUNK]. Rows end at q_end and p_end: a p_end of 0 leaves the rest, h without n."""
     n, q_at_n, p_at_n = drafted
     token = chunk * CHUNK + tl.arange(0, CHUNK)
-    q_row, p_row, q_stats, p_stats = rows
-    w = _load(q_row, token, token, token < q_end, q_stats)
-    w = tl.where(n >= 0, H(w, tl.minimum(q_at_n, 1.0), tl.minimum(p_at_n, 1.0), False, None, *strengths), w)
+    w = tl.load(q_row + token, mask=token < q_end, other=0.0).to(tl.float32)
+    w = tl.where(n >= 0, H(w, tl.minimum(q_at_n, 1.0), tl.minimum(p_at_n, 1.0), False, *strengths), w)
     if RESIDUE == RESIDUAL:
         w -= _load(p_row, token, token, token < p_end, p_stats)
     return tl.where((token == n) | (token >= q_end), 0.0, tl.maximum(w, 0.0))
 
 
-@triton.jit(do_not_specialize=["seed", "offset", "N", "m", "share", "slots"])
+@triton.jit
+def _statistics(stats, num_rows, row, mask, STATS: tl.constexpr):
+    """The statistics of target rows: a tuple of STATS fp32."""
+    found = ()
+    for k in tl.static_range(STATS):
+        found = found + (tl.load(stats + k * num_rows + row, mask=mask, other=0.0),)  # noqa: RUF005
+    return found
+
+
+@triton.jit(do_not_specialize=["seed", "offset", "N", "m", "num_rows", "share"])
 def verify_kernel(
     token_ids, num_accepted, valid,  # out: ids [B, m + 1], int32 [B], bool [B]
     scratch,  # int64 [B, 2]: the best word and the number of blocks that arrived, both 0 before and after
@@ -177,12 +171,12 @@ def verify_kernel(
     cu_draft_tokens,  # [B + 1] prefix sums, or None: padded
     seed, offset,  # int64 [B] or one number
     strengths,  # tuple of fp32 [B] or numbers
+    stats,  # fp32 [STATS, rows of the target], or None
     strides,  # in elements, (request, row or column) of target, draft, draft_token_ids, token_ids; num_accepted, valid
-    stats_strides,  # in elements, (request, row) of target_stats and draft_stats
-    N, m, V, V_draft,  # drafted tokens in all and at most in a request; vocabulary sizes
+    num_rows, N, m, V, V_draft,  # rows of the target, drafted tokens in all and at most in a request; vocabulary sizes
     share,  # chunks of a split, a multiple of WARPS
     PER_REQUEST: tl.constexpr,  # bit k: strength k is a tensor
-    STATS_GIVEN: tl.constexpr,  # draft_stats lie as the draft's rows do, flat or by slot; else by request
+    STATS: tl.constexpr, SUBTRACTS: tl.constexpr,  # statistics that H reads; whether recovery takes the draft off
     H: tl.constexpr, PICK_CHUNK: tl.constexpr, PICK_TOKEN: tl.constexpr,
     BLOCK_M: tl.constexpr, WARPS: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
@@ -239,7 +233,13 @@ def verify_kernel(
     q_n, p_n = tl.minimum(q, 1.0), tl.minimum(p, 1.0)
     at = position + j
     r0, r1, _, _ = tl.philox(key, tl.zeros_like(j).to(tl.uint32), ACCEPT, at.to(tl.uint32), (at >> 32).to(tl.uint32))
-    accepted = (uniform(r0, r1) * p_n < H(q_n, q_n, p_n, True, None, *values)) & (ids >= 0) & (bad == 0)
+    stat = None
+    index = row + tl.where(cu_draft_tokens is None, wide * (m + 1), wide)
+    if STATS:
+        stat = _statistics(stats, num_rows, index, j < length, STATS)
+        for k in tl.static_range(STATS):
+            bad |= (stat[k] != stat[k]) & (ids >= 0)
+    accepted = (_uniform(r0, r1) * p_n < H(q_n, q_n, p_n, True, stat, *values)) & (ids >= 0) & (bad == 0)
     stop = tl.min(tl.where(accepted, BLOCK_M, j), 0)
     stop = tl.where(bad_request, 0, stop)
     bad_request |= tl.sum(tl.where(j == stop, bad.to(tl.int32), 0), 0) > 0
@@ -250,16 +250,13 @@ def verify_kernel(
     at = position + stop
     stream = (key, at.to(tl.uint32), (at >> 32).to(tl.uint32))
 
-    # 3. This block's share of the one row pair. A bonus token that is given has no row.
-    given = stop < 0
-    if bonus_token_ids is not None:
-        given = (stop >= length) & (bad_request == 0)
-    q_row = row_at(target, wide * strides[0] + (start + stop) * strides[1], VEC > 1)
-    q_stats = ()
-    if target_stats is not None:
-        q_stats = load_stats(target_stats, wide * stats_strides[0] + stop * stats_strides[1], given == 0)
-    if draft is None:
-        p_row, p_stats = q_row, ()
+    # 3. This block's share of the one row pair.
+    if STATS:
+        stat = _statistics(stats, num_rows, tl.sum(tl.where(j == stop, index, 0), 0), rejected, STATS)
+    values = (stat,) + values  # noqa: RUF005
+    q_row = _row(target, wide * strides[0] + (start + stop) * strides[1], VEC > 1)
+    if draft is None or not SUBTRACTS:
+        p_row = q_row
         RESIDUE: tl.constexpr = REST
     else:
         p_row, p_stats = row_at(draft, slot * strides[2] + (draft_start + stop) * strides[3], VEC > 1), ()
@@ -406,11 +403,12 @@ def _launch(inputs, out, scratch, stats, splits, num_warps):
         stats_strides += row_strides(draft_stats, given and flat and inputs.row_map is None)
     with torch.cuda.device_of(target):
         verify_kernel[inputs.batch_size, triton.cdiv(chunks, share)](
-            out.token_ids, out.num_accepted, out.valid, scratch, target, draft, target_stats, draft_stats,
-            dense(inputs.bonus_token_ids), dense(inputs.row_map), 0 if draft is None else len(draft), ids,
-            dense(inputs.cu_draft_tokens), dense(inputs.seed), dense(inputs.offset), tuple(map(dense, strengths)), strides,
-            stats_strides, ids.numel(), inputs.max_draft_tokens, inputs.vocab_size, inputs.draft_vocab_size, share,
-            PER_REQUEST=sum(1 << k for k, s in enumerate(strengths) if isinstance(s, torch.Tensor)), STATS_GIVEN=given,
+            out.token_ids, out.num_accepted, out.valid, scratch, target, draft, ids, _dense(inputs.cu_draft_tokens),
+            _dense(inputs.seed), _dense(inputs.offset), tuple(map(_dense, strengths)),
+            row_statistics_triton.compute(inputs), strides,
+            math.prod(target.shape[:-1]), ids.numel(), inputs.max_draft_tokens, inputs.vocab_size, inputs.draft_vocab_size, share,
+            PER_REQUEST=sum(1 << k for k, s in enumerate(strengths) if isinstance(s, torch.Tensor)),
+            STATS=len(inputs.rule.statistics), SUBTRACTS=inputs.rule.subtracts_draft,
             H=_jitted(inputs.rule.h), PICK_CHUNK=inputs.purposes[0], PICK_TOKEN=inputs.purposes[1],
             BLOCK_M=triton.next_power_of_2(inputs.max_draft_tokens + 1), WARPS=num_warps, LANES=lanes(),
             STEP=lanes() * (8 if aligned else 4), VEC=16 // item if aligned else 1, num_warps=num_warps,

@@ -4,6 +4,7 @@ A body is elementwise, over a module `m` that has the names of `triton.language`
 `torch_language`, the kernel with `triton.language` itself. A body may call other functions of that kind.
 """
 
+import dis
 import math
 from types import FunctionType
 
@@ -43,11 +44,9 @@ class Rule:
 
 def bind(body, language, wrap=lambda function: function):
     """The body of a rule with `m` meaning `language`, and `wrap` applied to it and to every function that it calls."""
-    called = {
-        name: bind(value, language, wrap)
-        for name in body.__code__.co_names
-        if isinstance(value := body.__globals__.get(name), FunctionType)
-    }
+    names = {i.argval for i in dis.get_instructions(body) if i.opname == "LOAD_GLOBAL"}
+    functions = {name: body.__globals__.get(name) for name in names}
+    called = {name: bind(f, language, wrap) for name, f in functions.items() if isinstance(f, FunctionType)}
     return wrap(FunctionType(body.__code__, {**body.__globals__, **called, "m": language}, body.__name__))
 
 

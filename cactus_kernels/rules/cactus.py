@@ -45,8 +45,8 @@ def kl_root(q_n, delta):
         step = m.div_rn((x * up + (1.0 - x) * down) - delta, m.maximum(up - down, 1e-30))
         x = m.where(x - step < 1.0, x - step, m.maximum(0.5 * (1.0 + x), near_1))
         x = m.minimum(m.maximum(x, q_n), 0.99999994)
-    open_interval = (q_n > 0.0) & (delta > 0.0)
-    return m.where(-log_q <= delta, 1.0, m.where(open_interval, x, q_n))
+    x = m.where(q_n > 0.0, m.where(delta + 0.0 * q_n > 0.0, x, q_n), 0.0)
+    return m.where(-log_q <= delta, 1.0, x)
 
 
 def cactus_kl_h(q, q_n, p_n, is_drafted, stat, delta):

@@ -10,12 +10,12 @@ from .base import Rule, as_strength, check_strength
 
 def interpolation_h(q, q_n, p_n, is_drafted, stat, weight):
     # (h - p)+ = weight (q - p)+: the token is drawn from (q - p)+.
-    w = m.minimum(weight + 0.0 * q_n, 1.0)
+    w = m.minimum(weight, 1.0)
     return m.where(is_drafted, w * q_n + (1.0 - w) * p_n, q)
 
 
 def capped_h(q, q_n, p_n, is_drafted, stat, cap):
-    return m.where(is_drafted, m.minimum(q_n * m.maximum(cap + 0.0 * q_n, 1.0), 1.0), q)
+    return m.where(is_drafted, m.minimum(q_n * m.maximum(cap, 1.0), 1.0), q)
 
 
 @dataclass(frozen=True, eq=False)

@@ -84,8 +84,11 @@ class TopK(Rule):
 
     name = "top-k"
     h = staticmethod(top_k_h)
-    statistics = ("k-th largest",)
     subtracts_draft = False
+
+    @property
+    def statistics(self) -> tuple:
+        return (("k-th largest", self.k),)
 
     def __post_init__(self):
         if isinstance(self.k, bool) or not isinstance(self.k, int):
