@@ -55,11 +55,14 @@ def of_rows(statistic, q):
 
 def entropy(q):
     """fp32 [R], nats."""
-    sums = []
-    for row in q:
-        row = row[row > 0]  # few are left of a row that was truncated
-        sums.append(-(row * log(row) * ONE).long().sum())
-    return torch.stack(sums).float() * (1 / ONE)
+    if q.shape[1] <= 4096:  # many short rows
+        return _entropy(q)
+    return torch.cat([_entropy(row[row > 0][None]) for row in q])  # few are left of a row that was truncated
+
+
+def _entropy(q):
+    q = torch.where(q > 0, q, 1.0)
+    return -(q * log(q) * ONE).long().sum(1).float() * (1 / ONE)
 
 
 def scale(vocab_size):

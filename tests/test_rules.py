@@ -1,0 +1,213 @@
+"""Every rule through verification: its law, that an error in its recovery shows, what its constructor refuses."""
+
+import exact
+import numpy as np
+import pytest
+import torch
+from test_law import DRAWS, emitted_tokens, p_value, pair
+
+from cactus_kernels import row_statistics
+from cactus_kernels.rules import (
+    RULES,
+    AdaptiveCactus,
+    Cactus,
+    Capped,
+    Interpolation,
+    Lenience,
+    Mentored,
+    Optimal,
+    Rule,
+    SpS,
+    TopK,
+    Typical,
+    resolve_rule,
+)
+from cactus_kernels.rules.elementary import exp, log
+from cactus_kernels.verify import verify
+
+
+def f(x):
+    """A strength as rules hold it."""
+    return float(np.float32(x))
+
+
+# Each rule with its brute force (tests/exact.py).
+LAWS = {
+    "cactus-kl 0.05": (Cactus(0.05, "kl"), lambda p, q: exact.cactus(p, q, f(0.05), "kl")),
+    "cactus-kl 0.5": (Cactus(0.5, "kl"), lambda p, q: exact.cactus(p, q, f(0.5), "kl")),
+    "adaptive, certain": (AdaptiveCactus(0.5), lambda p, q: exact.adaptive(p, q, f(0.5), "certain")),
+    "adaptive, uncertain": (AdaptiveCactus(0.5, "uncertain"), lambda p, q: exact.adaptive(p, q, f(0.5), "uncertain")),
+    "capped 1.5": (Capped(1.5), lambda p, q: exact.capped(p, q, 1.5)),
+    "lenience 0.2": (Lenience(0.2), lambda p, q: exact.capped(p, q, f(5))),
+    "interpolation 0.7": (Interpolation(0.7), lambda p, q: exact.interpolation(p, q, f(0.7))),
+    "typical": (Typical(0.09), lambda p, q: exact.typical(p, q, f(0.09), f(0.3))),
+    "medusa": (Typical(0.3, 0.6), lambda p, q: exact.typical(p, q, f(0.3), f(0.6))),
+    "top-k 3": (TopK(3), lambda p, q: exact.top_k(p, q, 3)),
+}
+SIZES = [37, pytest.param(2051, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("V", SIZES)
+@pytest.mark.parametrize("name", LAWS)
+def test_emitted_tokens_follow_the_exact_law(name, V):
+    rule, brute_force = LAWS[name]
+    p, q = pair(V)
+    tokens = emitted_tokens(p, q, rule, DRAWS)
+    p, q = p.double().numpy(), q.double().numpy()
+    assert p_value(tokens, exact.emitted_by(p, q, *brute_force(p, q))) > exact.FALSE_ALARM
+
+
+class Mutant(Rule):
+    """A rule whose recovery is wrong: the draft taken off or not, against the rule; for Typical, the whole target row."""
+
+    def __init__(self, rule):
+        def h(q, q_n, p_n, is_drafted, stat, *strengths):
+            return rule.h(q, q_n, p_n, is_drafted, stat, *strengths) if is_drafted or rule.name != "typical" else q
+
+        self.name, self.h, self.rule = "mutant", h, rule
+        self.statistics, self.subtracts_draft = rule.statistics, not rule.subtracts_draft
+
+    @property
+    def strengths(self):
+        return self.rule.strengths
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_a_wrong_recovery_is_caught(name):
+    rule, brute_force = LAWS[name]
+    p, q = pair(37)
+    tokens = emitted_tokens(p, q, Mutant(rule), DRAWS // 4)
+    p, q = p.double().numpy(), q.double().numpy()
+    expected = exact.emitted_by(p, q, *brute_force(p, q))
+    never = np.bincount(tokens.numpy(), minlength=37)[expected == 0].any()
+    assert never or p_value(tokens, expected) < exact.FALSE_ALARM
+
+
+@pytest.mark.parametrize(
+    ("neutral", "same_as"),
+    [
+        (Cactus(0.0, "kl"), SpS()),
+        (AdaptiveCactus(0.0), SpS()),
+        (Capped(1.0), SpS()),
+        (Lenience(1.0), SpS()),
+        (Interpolation(1.0), SpS()),
+        (Typical(0.25), Typical(0.25, 0.5)),
+        (Lenience(0.25), Capped(4.0)),
+    ],
+    ids=str,
+)
+def test_rules_that_are_another_bit_for_bit(neutral, same_as):
+    generator = torch.Generator().manual_seed(0)
+    target, draft = (2 * torch.randn(2, 300, 5, 1030, generator=generator)).softmax(-1)
+    draft = 0.5 * (draft + target)[:, :4]
+    ids = torch.multinomial(draft.reshape(-1, 1030), 1, generator=generator).view(300, 4)
+    a, b = (verify(target, draft, ids, rule, seed=1, offset=0) for rule in (neutral, same_as))
+    assert torch.equal(a.token_ids, b.token_ids) and 0 < a.num_accepted.float().mean() < 4
+
+
+def test_strengths_mix_within_a_batch():
+    """Each request as if it were alone with its number."""
+    generator = torch.Generator().manual_seed(0)
+    target, draft = (2 * torch.randn(2, 40, 4, 200, generator=generator)).softmax(-1)
+    draft = 0.5 * (draft + target)[:, :3]
+    ids = torch.multinomial(draft.reshape(-1, 200), 1, generator=generator).view(40, 3)
+    seed = torch.arange(40)
+    for make, values in (
+        (lambda x: Cactus(x, "kl"), (0.0, 0.1, 1.0, 5.0)),
+        (AdaptiveCactus, (0.0, 0.1, 1.0, 5.0)),
+        (Capped, (1.0, 1.5, 3.0, 10.0)),
+        (Interpolation, (0.0, 0.3, 0.9, 1.0)),
+        (Typical, (0.0, 0.01, 0.1, 1.0)),
+    ):
+        together = verify(target, draft, ids, make(torch.tensor(values * 10)), seed=seed, offset=0)
+        for i, value in enumerate(values):
+            alone = verify(target[i::4], draft[i::4], ids[i::4], make(value), seed=seed[i::4], offset=0)
+            assert torch.equal(alone.token_ids, together.token_ids[i::4])
+        assert len(set(together.num_accepted.tolist())) > 1
+
+
+@pytest.mark.parametrize("delta", [1e-6, 1e-3, 0.05, 0.5, 5.0])
+def test_the_kl_form_is_the_largest_within_the_budget(delta):
+    """Against bisection in float64; its errors are those of fp32 numbers up to 1."""
+    q = torch.cat([torch.logspace(-37, -1e-3, 4000), 1 - torch.logspace(-6, -0.5, 500)])
+    rule = Cactus(delta, "kl")
+    h = rule.h(q, q, q, True, None, *rule.strengths)
+    want = [exact._largest_within_kl(x, f(delta)) for x in q.double().tolist()]
+    np.testing.assert_allclose(h.double(), want, atol=2e-7, rtol=5e-6)
+    assert (h >= q).all()
+
+
+def test_logarithm_and_exponential():
+    x = torch.rand(200_000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-44, 0, 200_000)
+    x = torch.cat([x[x > 0], torch.linspace(0.5, 2.0, 100_000)])
+    np.testing.assert_allclose(log(x).double(), x.double().log(), rtol=3e-7, atol=0)
+    y = torch.linspace(-87, 88, 200_000)
+    np.testing.assert_allclose(exp(y).double(), y.double().exp(), rtol=3e-7, atol=0)
+    assert log(torch.ones(1)) == 0 and exp(torch.zeros(1)) == 1
+
+
+@pytest.mark.parametrize("V", [1, 2, 1000, 150_001])
+def test_row_statistics(V):
+    generator = torch.Generator().manual_seed(V)
+    q = (3 * torch.randn(4, V, generator=generator)).softmax(-1)
+    q[1] = 1 / V
+    q[2] *= torch.rand(V, generator=generator) < 0.1
+    H = -torch.special.xlogy(q.double(), q.double()).sum(1)
+    np.testing.assert_allclose(row_statistics.of_rows("entropy", q), H, rtol=2e-6, atol=V * 2**-40 + 1e-12)
+    relative = row_statistics.of_rows("relative entropy", q)
+    np.testing.assert_allclose(relative, H / np.log(max(V, 2)), rtol=2e-6, atol=V * 2**-40 + 1e-12)
+    assert torch.equal(row_statistics.of_rows("largest", q), q.amax(1))
+    for k in (1, 2, 10, V, V + 1):
+        kth = row_statistics.of_rows(("k-th largest", k), q)
+        assert torch.equal(kth, q.sort(descending=True)[0][:, k - 1] if k <= V else torch.zeros(4))
+
+
+def test_typical_recovers_the_likeliest_and_always_accepts_it():
+    q = torch.tensor([0.1, 0.5, 0.15, 0.25]).expand(50, 2, 4)
+    ids = torch.tensor([0, 1, 2, 3] * 12 + [0, 1])[:, None]
+    out = verify(q, None, ids, Typical(0.2), seed=0, offset=0)  # the threshold: min(.2, sqrt(.2) e^-H) = .13
+    assert out.num_accepted.bool().tolist() == [bool(i) for i in ids[:, 0]]
+    assert (out.token_ids[:, 0] == torch.where(ids[:, 0] == 0, 1, ids[:, 0])).all()
+
+
+def test_top_k_never_leaves_the_k_likeliest():
+    generator = torch.Generator().manual_seed(0)
+    target, draft = torch.randn(2, 200, 2, 50, generator=generator).softmax(-1)
+    ids = torch.multinomial(draft[:, 0], 1, generator=generator)
+    out = verify(target, draft[:, :1], ids, TopK(4), seed=0, offset=0)
+    kept = target[:, 0].gather(1, out.token_ids[:, :1])[:, 0] >= target[:, 0].topk(4)[0][:, -1]
+    assert kept.all() and 0 < out.num_accepted.sum() < 200
+
+
+REFUSED = [
+    *((lambda x=x: Cactus(x, "kl"), ValueError, "delta") for x in (-1.0, float("nan"), float("inf"))),
+    (lambda: Cactus(1.0, "kl2"), ValueError, "divergence"),
+    (lambda: AdaptiveCactus(True), TypeError, "delta"),
+    (lambda: AdaptiveCactus(1.0, "never"), ValueError, "spend"),
+    (lambda: Capped(0.99), ValueError, "cap must be finite and at least 1"),
+    (lambda: Capped(torch.ones(2, 2)), ValueError, "cap must have shape"),
+    (lambda: Lenience(0), ValueError, "lenience"),
+    (lambda: Lenience(1.5), ValueError, "lenience"),
+    (lambda: Lenience("1"), TypeError, "lenience"),
+    (lambda: Interpolation(1.01), ValueError, r"weight must be in \[0, 1\]"),
+    (lambda: Interpolation(torch.ones(2, dtype=torch.int64)), TypeError, "weight"),
+    (lambda: Typical(1.5), ValueError, "epsilon"),
+    (lambda: Typical(0.5, 2.0), ValueError, "alpha"),
+    (lambda: TopK(0), ValueError, "at least 1"),
+    (lambda: TopK(2.0), TypeError, "k must be an int"),
+    (lambda: Optimal(), ValueError, "one of"),
+    (lambda: Optimal(cap=2.0, price=2.0), ValueError, "one of"),
+    (lambda: Optimal(cap=0.5), ValueError, "cap"),
+    (lambda: Mentored(-0.1), ValueError, "kl"),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "says"), REFUSED)
+def test_rules_refuse(make, error, says):
+    with pytest.raises(error, match=says):
+        make()
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_by_name(name):
+    assert isinstance(resolve_rule(name), Rule)
