@@ -11,6 +11,7 @@ p/q enter the residual in order.
 
 import math
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -45,22 +46,38 @@ def acceptance(p, q, rule) -> float | torch.Tensor:
     return _out(Positions(p, q).law(rule)[1])
 
 
-def kl(a, b) -> float | torch.Tensor:
-    """KL(a || b) in nats of two distributions [V] (or [N, V], row by row); infinite where a has mass and b has none."""
+class Divergences(NamedTuple):
+    """How far a distribution a is from another, b: KL(a || b) and KL(b || a) in nats, infinite where the second lacks mass
+    that the first has; total variation, half the sum of |a - b|; chi-square, the sum of (a - b)^2 / b."""
+
+    kl: float | torch.Tensor
+    kl_reverse: float | torch.Tensor
+    total_variation: float | torch.Tensor
+    chi_square: float | torch.Tensor
+
+
+def divergences(a, b) -> Divergences:
+    """All divergences of two distributions [V], or of [N, V] row by row, which gives float64 [N] each."""
     a, b = _pair(a, b)
-    return _out(torch.where(a > 0, a * (a / b).log(), 0.0).sum(-1))
+    log = (a / b).log()
+    kl, kl_reverse = torch.where(a > 0, a * log, 0.0), torch.where(b > 0, -b * log, 0.0)
+    chi_square = torch.where(a != b, (a - b) ** 2 / b, 0.0)
+    return Divergences(*(_out(x.sum(-1)) for x in (kl, kl_reverse, (a - b).abs() / 2, chi_square)))
+
+
+def kl(a, b) -> float | torch.Tensor:
+    """KL(a || b), see `divergences`."""
+    return divergences(a, b).kl
 
 
 def total_variation(a, b) -> float | torch.Tensor:
-    """Total variation distance, half the sum of |a - b|, of two distributions [V] (or [N, V], row by row)."""
-    a, b = _pair(a, b)
-    return _out((a - b).abs().sum(-1) / 2)
+    """Total variation distance, see `divergences`."""
+    return divergences(a, b).total_variation
 
 
 def chi_square(a, b) -> float | torch.Tensor:
-    """Chi-square divergence, the sum of (a - b)^2 / b, of two distributions [V] (or [N, V], row by row)."""
-    a, b = _pair(a, b)
-    return _out(torch.where(a != b, (a - b) ** 2 / b, 0.0).sum(-1))
+    """Chi-square divergence of a from b, see `divergences`."""
+    return divergences(a, b).chi_square
 
 
 class Positions:
