@@ -1,7 +1,7 @@
 """The names of `triton.language` that rules may use, for numpy arrays. All are correctly rounded, as in the kernels."""
 
 import numpy as np
-from numpy import exp, float32, float64, floor, int32, log
+from numpy import exp, float32, float64, int32, log
 
 minimum, maximum, sqrt_rn, div_rn, static_range = np.minimum, np.maximum, np.sqrt, np.divide, range
 
@@ -11,7 +11,6 @@ __all__ = [
     "exp",
     "float32",
     "float64",
-    "floor",
     "int32",
     "log",
     "maximum",

@@ -10,7 +10,6 @@ from . import row_statistics, rows_torch, rules
 from .rules import elementary
 
 ONE = tl.constexpr(row_statistics.ONE)
-NAN = tl.constexpr(float("nan"))
 BLOCK = 4096
 _log = rules.bind(elementary.log, tl, triton.jit)
 
@@ -56,9 +55,9 @@ def entropy_kernel(
     bad = tl.max(bad, 0) > 0
     if entropy is not None:
         value = (-tl.sum(sums, 0)).to(tl.float32) * (1 / ONE) * scale
-        tl.store(entropy + index, tl.where(bad, NAN, value), mask=drafted)
+        tl.store(entropy + index, tl.where(bad, float("nan"), value), mask=drafted)
     if largest is not None:
-        tl.store(largest + index, tl.where(bad, NAN, tl.minimum(tl.max(top, 0), 1.0)), mask=drafted)
+        tl.store(largest + index, tl.where(bad, float("nan"), tl.minimum(tl.max(top, 0), 1.0)), mask=drafted)
 
 
 @triton.jit(do_not_specialize=["N", "m", "k"])
@@ -75,7 +74,7 @@ def kth_largest_kernel(
     digit = tl.arange(0, 512)
     prefix, left = k * 0, k
     for step in tl.static_range(4):
-        shift: tl.constexpr = 24 - 8 * step
+        shift = 24 - 8 * step
         counts = tl.zeros((512,), tl.int32)
         for start in range(0, end, BLOCK):
             token = start + tl.arange(0, BLOCK)
@@ -89,7 +88,7 @@ def kth_largest_kernel(
         left -= tl.sum(tl.where(digit == found, at_least - counts, 0), 0)
         prefix = prefix * 256 + found
     value = tl.minimum(prefix.to(tl.float32, bitcast=True), 1.0)
-    tl.store(out + index, tl.where(tl.max(bad, 0) > 0, NAN, value), mask=drafted)
+    tl.store(out + index, tl.where(tl.max(bad, 0) > 0, float("nan"), value), mask=drafted)
 
 
 def compute(inputs):

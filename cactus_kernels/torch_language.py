@@ -4,7 +4,7 @@ Float64 tensors stay float64, so that `law` can evaluate the same rules at full 
 """
 
 import torch
-from torch import exp, float32, float64, floor, int32, log
+from torch import exp, float32, float64, int32, log
 
 static_range = range
 
@@ -14,7 +14,6 @@ __all__ = [
     "exp",
     "float32",
     "float64",
-    "floor",
     "int32",
     "log",
     "maximum",

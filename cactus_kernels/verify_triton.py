@@ -233,7 +233,7 @@ def verify_kernel(
     q_n, p_n = tl.minimum(q, 1.0), tl.minimum(p, 1.0)
     at = position + j
     r0, r1, _, _ = tl.philox(key, tl.zeros_like(j).to(tl.uint32), ACCEPT, at.to(tl.uint32), (at >> 32).to(tl.uint32))
-    stat = None
+    stat = 0.0
     index = row + tl.where(cu_draft_tokens is None, wide * (m + 1), wide)
     if STATS:
         stat = _statistics(stats, num_rows, index, j < length, STATS)

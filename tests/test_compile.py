@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from cactus_kernels import Cactus, VerifyOutput, rows
-from cactus_kernels.rules import Rule, SpS, m
+from cactus_kernels.rules import AdaptiveCactus, Rule, SpS, TopK, Typical, m
 from cactus_kernels.verify import Inputs
 
 TARGETS = {
@@ -41,7 +41,7 @@ def version():
 
 
 def measured(kernels):
-    return {name: kernel for name, kernel in kernels.items() if name not in WAYS}
+    return {name: kernel for name, kernel in kernels.items() if name not in WAYS and name not in STATISTICS}
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_every_operation_is_rounded_on_its_own(target, compiled):
 def test_every_way_of_calling_compiles(compiled):
     """The interpreter takes what the compiler refuses, such as a name that changes its type in a branch."""
     kernels = compiled("sm_90")
-    assert len(kernels) == len(LAYOUTS) * len(DTYPES) + len(WAYS)
+    assert len(kernels) == len(LAYOUTS) * len(DTYPES) + len(WAYS) + len(STATISTICS)
 
 
 class Mixture(Rule):
@@ -142,6 +142,10 @@ def ways():
         "small int seed": Inputs(**padded | {"seed": 1, "offset": -(2**63)}),
         "a strength for each request": Inputs(**padded | {"rule": Cactus(torch.ones(2))}),
         "a rule of ones own": Inputs(**padded | {"rule": Mixture()}),
+        "the KL form": Inputs(**padded | {"rule": Cactus(0.5, "kl")}),
+        "a statistic": Inputs(**padded | {"rule": AdaptiveCactus(torch.ones(2))}),
+        "two statistics, flat": Inputs(**flat | {"rule": Typical()}),
+        "the k-th largest": Inputs(**padded | {"rule": TopK(10), "target": q.bfloat16()}),
         "two dtypes and two sizes": Inputs(**padded | {"target": q[..., :50_000].bfloat16()}),
         "no drafts": rows._inputs(q[:, 0], 5, numbers),
         "one token, one request": Inputs(
@@ -156,6 +160,8 @@ def ways():
 
 
 WAYS = ways()
+# The kernels of row statistics.
+STATISTICS = ("entropy_kernel", "kth_largest_kernel")
 
 
 def compile_all(target):
@@ -163,7 +169,7 @@ def compile_all(target):
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    from cactus_kernels import verify_triton
+    from cactus_kernels import row_statistics_triton, verify_triton
 
     class Driver:
         def get_current_target(self):
@@ -176,14 +182,21 @@ def compile_all(target):
             return 0
 
     class Kernel:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
         def __getitem__(self, grid):
             def launch(*args, **kwargs):
-                self.compiled = kernel.run(*args, grid=grid, warmup=True, **kwargs)
+                self.compiled = self.kernel.run(*args, grid=grid, warmup=True, **kwargs)
 
             return launch
 
     driver.set_active(Driver())
-    kernel, verify_triton.verify_kernel = verify_triton.verify_kernel, Kernel()
+    verify_triton.verify_kernel = Kernel(verify_triton.verify_kernel)
+    statistics = {}
+    for name in STATISTICS:
+        statistics[name] = Kernel(getattr(row_statistics_triton, name))
+        setattr(row_statistics_triton, name, statistics[name])
     numbers = torch.zeros(2, dtype=torch.int64)
     batches = {}
     for dtype_name, dtype in DTYPES.items():
@@ -199,6 +212,9 @@ def compile_all(target):
         verify_triton.verify(inputs, out, verify_triton.new_scratch(B, "cpu"))
         asm = verify_triton.verify_kernel.compiled.asm
         figures[name] = of_amd(asm["amdgcn"]) if "amdgcn" in asm else of_nvidia(asm)
+    for name, kernel in statistics.items():
+        if target == "sm_90":
+            figures[name] = of_nvidia(kernel.compiled.asm)
     return figures
 
 

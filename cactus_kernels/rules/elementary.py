@@ -25,14 +25,15 @@ def exp(x):
     if x.dtype == m.float64:
         return m.exp(x)
     x = m.minimum(m.maximum(x, -87.0), 88.0)
-    k = m.floor(x * 1.44269502162933349609375 + 0.5)
+    n = m.cast(x * 1.44269502162933349609375 + 126.5, m.int32) - 126  # rounded: a conversion cuts towards 0
+    k = m.cast(n, m.float32)
     # ln 2 in two parts: the product with the first, of 9 bits, is exact.
     r = (x - k * 0.693359375) + k * 2.12194440400041639804840087890625e-4
     # Taylor: |r| <= 0.35, so that the first term left out is below 6e-9.
     s = 0.00019841270113829523 * r + 0.0013888889225199819
     s = ((s * r + 0.008333333767950535) * r + 0.0416666679084301) * r + 0.1666666716337204
     s = ((s * r + 0.5) * r + 1.0) * r + 1.0
-    return s * m.cast((m.cast(k, m.int32) + 127) << 23, m.float32, bitcast=True)
+    return s * m.cast((n + 127) << 23, m.float32, bitcast=True)
 
 
 def log_ratio(a, b, difference):
