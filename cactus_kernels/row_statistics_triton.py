@@ -24,7 +24,7 @@ def _is_bad(x):
 
 @triton.jit
 def _drafted_row(target, cu_draft_tokens, strides, N, m):
-    """The row of this program's position: (drafted, pointer, its number among the target's rows)."""
+    """The target row of this program's position: (drafted, pointer, its number among all, its number by the strides)."""
     request, j = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, length = request * 0, request * 0 + m
     index = request * (m + 1) + j
@@ -33,7 +33,8 @@ def _drafted_row(target, cu_draft_tokens, strides, N, m):
         length = tl.load(cu_draft_tokens + request + 1).to(tl.int64) - start
         length = tl.where((start < 0) | (length < 0) | (start + length > N) | (length > m), 0, length)
         index = start + request + j
-    return j < length, target + request * strides[0] + (start + j) * strides[1], index
+    row = start + j
+    return j < length, target + request * strides[0] + row * strides[1], index, row
 
 
 @triton.jit(do_not_specialize=["N", "m"])
@@ -43,7 +44,7 @@ def entropy_kernel(
     scale,  # of the entropy
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    drafted, row, index = _drafted_row(target, cu_draft_tokens, strides, N, m)
+    drafted, row, index, _ = _drafted_row(target, cu_draft_tokens, strides, N, m)
     sums, top, bad = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.int32)
     for start in range(0, tl.where(drafted, V, 0), BLOCK):
         token = start + tl.arange(0, BLOCK)
@@ -68,7 +69,7 @@ def kth_largest_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     # Bits of numbers >= 0 are in the order of the numbers: digits of 8 bits, the highest first.
-    drafted, row, index = _drafted_row(target, cu_draft_tokens, strides, N, m)
+    drafted, row, index, _ = _drafted_row(target, cu_draft_tokens, strides, N, m)
     end = tl.where(drafted, V, 0)
     bad = tl.zeros((BLOCK,), tl.int32)
     digit = tl.arange(0, 512)

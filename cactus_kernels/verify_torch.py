@@ -9,7 +9,7 @@ import functools
 import numpy as np
 import torch
 
-from . import numpy_language, philox, race_torch, row_statistics, rules
+from . import clip, numpy_language, philox, race_torch, row_statistics, rules
 from .rows_torch import COLUMNS, GROUP, LogitRows, ProbRows, reduced, settings_of
 
 # What a token is drawn from: the target row; the residual (h - p)+; or h without the drafted token, where rounding or
@@ -26,6 +26,8 @@ def verify(inputs, out, scratch=None):
     ids = n = _drafted_tokens(inputs, first, num_drafted)
     target, draft = _target_rows(inputs, num_drafted, first), _draft_rows(inputs, n, first)
     stat = row_statistics.compute(inputs.rule.statistics, target, n >= 0)
+    if inputs.rule.solved is not None:
+        stat = clip.compute(inputs.rule, target, draft, n, (n >= 0) & (inputs.rule.solved == "drafted"), strengths)
 
     # 1. q_n and p_n of the drafted tokens: [B, m + 1], the last column being the end of every draft.
     request, j = np.arange(B)[:, None], np.arange(m + 1)
@@ -50,6 +52,10 @@ def verify(inputs, out, scratch=None):
     request = request[:, 0]
     valid = ~bad[request, stop]
     n, q_n, p_n = ids[request, stop], q_n[request, stop], p_n[request, stop]
+
+    if inputs.rule.solved == "rejected":
+        where = (j == stop[:, None]) & (ids >= 0) & valid[:, None]
+        stat = clip.compute(inputs.rule, target, draft, ids, where, strengths)
 
     # 3. The weights of the one row pair that a token is drawn from, summed chunk by chunk, and the race.
     def draw(kind, r):

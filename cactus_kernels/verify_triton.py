@@ -7,12 +7,14 @@ draws the token from the winning chunk, writes every output and leaves the scrat
 
 import functools
 import math
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 
-from . import philox, race_torch, row_statistics_triton, rows_torch, rules, verify_torch
+from . import clip_triton, philox, race_torch, row_statistics_triton, rows_torch, rules, verify_torch
+from .rules import Capped
 
 MAX_PROB = tl.constexpr(rows_torch.MAX_PROB)
 TARGET, RESIDUAL, REST = (
@@ -350,35 +352,22 @@ def verify(inputs, out, scratch, splits=None, num_warps=None):
     _scratch[owner] = scratch  # not if the launch raised: its words may be left anyhow
 
 
-def _verify_logits(inputs, out, scratch, splits, num_warps):
-    """Reduce the rows of logits to statistics, then verify."""
-    B, m, has_bonus = inputs.batch_size, inputs.max_draft_tokens, inputs.bonus_token_ids is None
-    reduced = inputs.draft if inputs.draft_sampling is not None and m else None
-    J = m + has_bonus
-    needs = {"batch_size": B, "vocab_size": max(inputs.vocab_size, inputs.draft_vocab_size), "rows": 2 * m + 1}
-
-    def run(scratch):
-        stats = scratch.stats[: B * (2 * m + 1) * COLUMNS].view(B, 2 * m + 1, COLUMNS)
-        rows = J if reduced is None else J + m
-        if rows:
-            reduce_rows(
-                inputs.target, reduced, inputs.cu_draft_tokens, inputs.row_map, inputs.draft_token_ids.numel(), m,
-                inputs.sampling, inputs.draft_sampling, stats[:, :rows], scratch, has_bonus=has_bonus, splits=splits,
-                num_warps=num_warps,
-            )  # fmt: skip
-        draft_stats = inputs.draft_stats.packed if inputs.draft_stats is not None else None
-        if reduced is not None:
-            draft_stats = stats[:, J:]
-        _launch(inputs, out, scratch.zeros, (stats, draft_stats), splits, num_warps)
-
-    with_scratch(scratch, inputs.target.device, needs | {"entropy": False}, run)
+def _stats(inputs, launch_capped, out):
+    """fp32 [S, rows of the target]: what the rule's body reads beside q and p; None where that is nothing."""
+    if inputs.rule.solved is None:
+        return row_statistics_triton.compute(inputs)
+    if inputs.rule.solved == "drafted":
+        return clip_triton.compute(inputs)
+    # What is accepted does not depend on b: find the rejected rows first.
+    launch_capped(replace(inputs, rule=Capped(inputs.rule.cap)))
+    return clip_triton.compute(inputs, at=out.num_accepted.contiguous())
 
 
-def _launch(inputs, out, scratch, stats, splits, num_warps):
-    """stats: statistics of the target's and the draft's rows, fp32 [..., 8], or None for rows of probabilities."""
+def _launch(inputs, out, scratch, splits, num_warps):
     target, draft, ids, flat = inputs.target, inputs.draft, inputs.draft_token_ids, inputs.cu_draft_tokens is not None
     rows = [target] if draft is None else [target, draft]
     strengths = inputs.rule.strengths
+    stats = _stats(inputs, lambda capped: _launch(capped, out, scratch, splits, num_warps), out)
     num_warps = num_warps or NUM_WARPS
     item = min(t.element_size() for t in rows)
     aligned = is_aligned(rows)
@@ -405,10 +394,10 @@ def _launch(inputs, out, scratch, stats, splits, num_warps):
         verify_kernel[inputs.batch_size, triton.cdiv(chunks, share)](
             out.token_ids, out.num_accepted, out.valid, scratch, target, draft, ids, _dense(inputs.cu_draft_tokens),
             _dense(inputs.seed), _dense(inputs.offset), tuple(map(_dense, strengths)),
-            row_statistics_triton.compute(inputs), strides,
+            stats, strides,
             math.prod(target.shape[:-1]), ids.numel(), inputs.max_draft_tokens, inputs.vocab_size, inputs.draft_vocab_size, share,
             PER_REQUEST=sum(1 << k for k, s in enumerate(strengths) if isinstance(s, torch.Tensor)),
-            STATS=len(inputs.rule.statistics), SUBTRACTS=inputs.rule.subtracts_draft,
+            STATS=0 if stats is None else len(stats), SUBTRACTS=inputs.rule.subtracts_draft,
             H=_jitted(inputs.rule.h), PICK_CHUNK=inputs.purposes[0], PICK_TOKEN=inputs.purposes[1],
             BLOCK_M=triton.next_power_of_2(inputs.max_draft_tokens + 1), WARPS=num_warps, LANES=lanes(),
             STEP=lanes() * (8 if aligned else 4), VEC=16 // item if aligned else 1, num_warps=num_warps,

@@ -28,12 +28,15 @@ class Rule:
     Attributes:
         name: what `resolve_rule` knows it by.
         statistics: names of row statistics, see `cactus_kernels.row_statistics`.
+        solved: "drafted" or "rejected": which row pairs `cactus_kernels.clip` is solved for before the body sees them; its
+            `stat` is then (b, c). None: not solved.
         subtracts_draft: whether recovery takes the draft's probabilities off.
     """
 
     name: str
     h: staticmethod
     statistics: tuple = ()
+    solved: str | None = None
     subtracts_draft: bool = True
 
     @property

@@ -18,6 +18,14 @@ def capped_h(q, q_n, p_n, is_drafted, stat, cap):
     return m.where(is_drafted, m.minimum(q_n * m.maximum(cap, 1.0), 1.0), q)
 
 
+def optimal_cap_h(q, q_n, p_n, is_drafted, stat, cap):
+    return m.where(is_drafted, m.minimum(q_n * m.maximum(cap, 1.0), 1.0), q * stat[0])
+
+
+def optimal_price_h(q, q_n, p_n, is_drafted, stat, price):
+    return m.where(is_drafted, m.minimum(q_n * stat[1], 1.0), q * stat[0])
+
+
 @dataclass(frozen=True, eq=False)
 class Interpolation(Rule):
     """Interpolation, lossy: verify against `h = weight q + (1 - weight) p`; the emitted law is h itself.
@@ -113,6 +121,19 @@ class Optimal(Rule):
         if (self.cap is None) == (self.price is None):
             raise ValueError("Optimal takes one of cap=c and price=k")
         check_strength(*(("cap", self.cap) if self.price is None else ("price", self.price)), least=1.0)
+
+    @property
+    def form(self) -> str:
+        """The one of "cap" and "price" that is given."""
+        return "cap" if self.price is None else "price"
+
+    @property
+    def h(self):
+        return optimal_cap_h if self.price is None else optimal_price_h
+
+    @property
+    def solved(self) -> str:
+        return "rejected" if self.price is None else "drafted"
 
     @property
     def strengths(self) -> tuple:

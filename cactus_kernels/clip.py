@@ -1,0 +1,99 @@
+"""The multipliers b <= 1 <= c of the law `clip(p, b q, c q)` for one row pair: the torch reference.
+
+The law sums to what p sums to: sum (b q - p)+ = sum (p - c q)+, what recovery adds is what was rejected. With S the tokens of
+the first sum and T those of the second, both sides are linear in b and c until S or T change, so Newton's steps solve it:
+
+    c given        b = (sum over S of p + R) / sum over S of q, R = sum (p - c q)+; from b = 1, decreasing
+    c = price b    b = sum over S and T of p / (sum over S of q + price * sum over T of q), within a bracket
+
+Products are fp32, sums int64 in units of 2^-52, the few numbers a row float64: the same bits on every backend.
+"""
+
+import numpy as np
+
+from .race_torch import ONE
+
+STEPS = 64  # at most; ten are much
+
+
+def compute(rule, target, draft, drafted, where, strengths):
+    """b and c: two fp32 arrays [B, m + 1], 1 where not asked for, NaN where a row is bad.
+
+    Args:
+        rule: an `Optimal`. strengths: its strength, a number or an fp32 array [B], in a tuple.
+        target, draft: `rows_torch.ProbRows`; draft None: one-hot.
+        drafted: int64 array [B, m + 1], the drafted tokens. where: bool array [B, m + 1], the positions asked for.
+    """
+    b, c = np.ones(where.shape, dtype=np.float32), np.ones(where.shape, dtype=np.float32)
+    (strength,) = strengths
+    V = target.vocab_size
+    for r, j in zip(*where.nonzero(), strict=True):
+        request, position = np.array([r]), np.array([j])
+        q = target.whole(request, position)
+        bad = target.bad_whole(q)[0]
+        q = q[0].cpu().numpy()
+        p = np.zeros(max(V, V if draft is None else draft.vocab_size), dtype=np.float32)
+        if draft is None:
+            p[drafted[r, j] : drafted[r, j] + 1] = 1
+        else:
+            row = draft.whole(request, position)
+            bad |= draft.bad_whole(row)[0]
+            p[: row.shape[1]] = row[0].cpu().numpy()
+        s = np.float32(strength if isinstance(strength, float) else strength[r])
+        if bad or not 0 <= s < np.inf:
+            b[r, j] = c[r, j] = np.nan
+            continue
+        q = np.pad(q, (0, len(p) - V)) if len(p) > V else q
+        b[r, j], c[r, j] = solve(p, q, max(s, np.float32(1)), rule.form)
+    return b, c
+
+
+def solve(p, q, strength, form):
+    """b and c of one row pair, fp32 arrays [V] of probabilities. strength: fp32, the cap or the price."""
+    with np.errstate(all="ignore"):
+        if form == "cap":
+            return at_cap(p, q, strength), strength
+        b = at_price(p, q, strength)
+        return b, b * strength
+
+
+def at_cap(p, q, cap):
+    x = cap * q
+    rejected = fixed(np.maximum(p - x, np.float32(0))).sum()
+    b = np.float32(1)
+    for _ in range(STEPS):
+        recovered = b * q > p
+        p, q = p[recovered], q[recovered]  # b decreases, so that no other token comes in
+        lower = np.float32(np.float64(fixed(p).sum() + rejected) / np.float64(fixed(q).sum()))
+        if not lower < b:
+            break
+        b = lower
+    return b
+
+
+def at_price(p, q, price):
+    one = np.float32(1)
+    low, high, b = one / price, one, one
+    for _ in range(STEPS):
+        x = b * q
+        recovered = x > p
+        rejected = p > (b * price) * q
+        p_s, q_s = fixed(p[recovered]).sum(), fixed(q[recovered]).sum()
+        p_t, q_t = fixed(p[rejected]).sum(), fixed(q[rejected]).sum()
+        up = np.float64(p_s + p_t)
+        down = np.float64(q_s) + np.float64(price) * np.float64(q_t)
+        newton = np.float32(up / down)
+        if not abs(newton - b) > 0:  # solved; or nothing to recover and nothing rejected, NaN
+            break
+        if np.float64(b) * down > up:
+            high = b
+        else:
+            low = b
+        b = newton if low < newton < high else np.float32(0.5) * (low + high)
+        if not low < b < high:
+            break
+    return b
+
+
+def fixed(x):
+    return (x * np.float32(ONE)).astype(np.int64)
