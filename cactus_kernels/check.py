@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from .rules import AdaptiveCactus, Cactus, Capped, Interpolation, Optimal, Rule, SpS, TopK, Typical
+from .rules import AdaptiveCactus, Cactus, Capped, Coupled, Interpolation, Optimal, Rule, SpS, TopK, Typical
 from .verify import VerifyOutput, verify
 
 # Around the chunk of 1024 tokens, and one size of many chunks, which costs most: rarely.
@@ -172,6 +172,8 @@ def _spoil(rows, drafted, rng):
 def _rule(B, rng):
     if rng.random() < 0.2:
         return SpS()
+    if rng.random() < 0.05:
+        return Coupled()
     if rng.random() < 0.1:
         return TopK(rng.choice((1, 2, 3, 10, 1000, 5000)))
     make, values = rng.choice(STRENGTHS)

@@ -71,8 +71,8 @@ def check_request(
     rule = resolve_rule(rule)
     if isinstance(num_assistant_tokens, bool) or not isinstance(num_assistant_tokens, int):
         raise TypeError(f"num_assistant_tokens must be an int, got {num_assistant_tokens!r}")
-    if not 1 <= num_assistant_tokens <= MAX_DRAFT_TOKENS:
-        raise ValueError(f"num_assistant_tokens must be in 1 .. {MAX_DRAFT_TOKENS}, got {num_assistant_tokens}")
+    if not 0 <= num_assistant_tokens <= MAX_DRAFT_TOKENS:
+        raise ValueError(f"num_assistant_tokens must be in 0 .. {MAX_DRAFT_TOKENS}, got {num_assistant_tokens}")
     kwargs = dict(kwargs)
 
     def setting(name):

@@ -113,6 +113,7 @@ def compute(inputs, at=None):
             clip_kernel[inputs.batch_size, inputs.max_draft_tokens](
                 out, strength, at, target, draft, ids, inputs.cu_draft_tokens.contiguous() if flat else None, strides,
                 out.shape[1], ids.numel(), inputs.max_draft_tokens, inputs.vocab_size, inputs.draft_vocab_size,
-                CAP=inputs.rule.form == "cap", PER_REQUEST=isinstance(strength, torch.Tensor), BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False,
+                CAP=inputs.rule.form == "cap", PER_REQUEST=isinstance(strength, torch.Tensor), BLOCK=BLOCK, num_warps=8,
+                enable_fp_fusion=False,
             )  # fmt: skip
     return out

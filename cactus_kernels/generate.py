@@ -12,6 +12,7 @@ from .checks import check_request
 from .inputs import choose_backend
 from .processors import Processors, Stopping, pad_id
 from .rows import DraftSampler
+from .rules import Coupled
 from .sampling import RowStats
 from .stats import Stats
 from .verify import VerifyOutput, verify_from_logits
@@ -56,7 +57,7 @@ def speculative_generate(
         input_ids: int64 [B, P], left-padded; rows of different lengths need `attention_mask`.
         assistant_model: the draft, of the same kind and with the same tokenizer.
         rule: a `Rule` such as `Cactus(0.75)`, or "sps" or "cactus" (delta 1).
-        num_assistant_tokens: tokens drafted a round, 1 to 64.
+        num_assistant_tokens: tokens drafted a round, 0 to 64; with 0 the target decodes alone.
         draft_temperature: the draft's temperature where it samples, >= 0 (0: greedy drafts); None: that of `temperature`.
         seed: an int gives row r the stream (seed, r), so that a row's tokens depend on its place; a list or int64 tensor
             holds one seed a row (after num_return_sequences), and then they do not; None draws one from torch's generator.
@@ -303,7 +304,9 @@ class _Decoder:
                 target, draft_logits, draft_token_ids, self.rule, sampling=self.sampling, draft_stats=draft_stats,
                 seed=self.seed, offset=self.offset, backend=self.backend,
             )  # fmt: skip
-            self.offset += num_drafts + 1
+            # Of a coupled draw the words are those of the token's position, whatever was drafted.
+            coupled = isinstance(self.rule, Coupled)
+            self.offset += (verified.token_ids >= 0).sum(1) if coupled else num_drafts + 1
         # A draft that ended before its time did so on bad scores.
         stop = verified.num_accepted.long()
         following = torch.nn.functional.pad(draft_token_ids, (0, 1), value=-1).gather(1, stop[:, None])[:, 0]

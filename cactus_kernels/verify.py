@@ -16,7 +16,7 @@ from .inputs import (
     check_tensor,
     choose_backend,
 )
-from .rules import resolve_rule
+from .rules import Coupled, resolve_rule
 from .sampling import RowStats, Sampling
 
 
@@ -227,12 +227,19 @@ def run(inputs, out, scratch, backend, names=("target_probs", "draft_probs")) ->
         check_tensor("out.num_accepted", out.num_accepted, 1, (torch.int32,), (B,))
         check_tensor("out.valid", out.valid, 1, (torch.bool,), (B,))
     check_device(device, *inputs.tensors, out.token_ids, out.num_accepted, out.valid, scratch)
-    if choose_backend(backend, device) == "torch":
-        implementation = verify_torch.verify
+    chosen = choose_backend(backend, device)
+    if not B:
+        return out
+    if isinstance(inputs.rule, Coupled):
+        from . import coupled
+
+        coupled.verify(inputs, out, scratch, chosen)
+    elif chosen == "torch":
+        verify_torch.verify(inputs, out, scratch)
     else:
-        from .verify_triton import verify as implementation
-    if B:
-        implementation(inputs, out, scratch)
+        from . import verify_triton
+
+        verify_triton.verify(inputs, out, scratch)
     return out
 
 

@@ -48,7 +48,7 @@ REFUSED = {
         {"rule": Cactus(torch.ones(2, device="meta"))}, ValueError, "strengths are on meta and the model on cpu: move them"
     ),
     # the number of drafts
-    "no drafts": ({"num_assistant_tokens": 0}, ValueError, r"num_assistant_tokens must be in 1 \.\. 64, got 0"),
+    "fewer than no drafts": ({"num_assistant_tokens": -1}, ValueError, r"num_assistant_tokens must be in 0 \.\. 64, got -1"),
     "negative": ({"num_assistant_tokens": -1}, ValueError, r"num_assistant_tokens must be in 1 \.\. 64, got -1"),
     "many drafts": ({"num_assistant_tokens": 65}, ValueError, r"num_assistant_tokens must be in 1 \.\. 64, got 65"),
     "fraction": ({"num_assistant_tokens": 2.5}, TypeError, "num_assistant_tokens must be an int, got 2.5"),

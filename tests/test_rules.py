@@ -6,12 +6,13 @@ import pytest
 import torch
 from test_law import DRAWS, emitted_tokens, p_value, pair
 
-from cactus_kernels import row_statistics
+from cactus_kernels import draw, embedded_pair, row_statistics, speculative_generate
 from cactus_kernels.rules import (
     RULES,
     AdaptiveCactus,
     Cactus,
     Capped,
+    Coupled,
     Interpolation,
     Lenience,
     Mentored,
@@ -20,10 +21,12 @@ from cactus_kernels.rules import (
     SpS,
     TopK,
     Typical,
+    m,
     resolve_rule,
 )
 from cactus_kernels.rules.elementary import exp, log
-from cactus_kernels.verify import verify
+from cactus_kernels.rules.thresholds import typical_h
+from cactus_kernels.verify import verify, verify_from_logits
 
 
 def f(x):
@@ -42,6 +45,8 @@ LAWS = {
     "interpolation 0.7": (Interpolation(0.7), lambda p, q: exact.interpolation(p, q, f(0.7))),
     "typical": (Typical(0.09), lambda p, q: exact.typical(p, q, f(0.09), f(0.3))),
     "medusa": (Typical(0.3, 0.6), lambda p, q: exact.typical(p, q, f(0.3), f(0.6))),
+    "optimal, cap 1.5": (Optimal(cap=1.5), lambda p, q: exact.clipped(p, q, *exact.clip(p, q, 1.5))),
+    "optimal, price 2": (Optimal(price=2.0), lambda p, q: exact.clipped(p, q, *exact.clip(p, q, price=2))),
     "top-k 3": (TopK(3), lambda p, q: exact.top_k(p, q, 3)),
 }
 SIZES = [37, pytest.param(2051, marks=pytest.mark.slow)]
@@ -52,20 +57,23 @@ SIZES = [37, pytest.param(2051, marks=pytest.mark.slow)]
 def test_emitted_tokens_follow_the_exact_law(name, V):
     rule, brute_force = LAWS[name]
     p, q = pair(V)
-    tokens = emitted_tokens(p, q, rule, DRAWS)
+    tokens = emitted_tokens(p, q, rule, DRAWS // 8 if rule.solved else DRAWS)
     p, q = p.double().numpy(), q.double().numpy()
     assert p_value(tokens, exact.emitted_by(p, q, *brute_force(p, q))) > exact.FALSE_ALARM
+
+
+def from_the_target(q, q_n, p_n, is_drafted, stat, epsilon, alpha):
+    return m.where(is_drafted, typical_h(q_n, q_n, p_n, True, stat, epsilon, alpha), q)
 
 
 class Mutant(Rule):
     """A rule whose recovery is wrong: the draft taken off or not, against the rule; for Typical, the whole target row."""
 
     def __init__(self, rule):
-        def h(q, q_n, p_n, is_drafted, stat, *strengths):
-            return rule.h(q, q_n, p_n, is_drafted, stat, *strengths) if is_drafted or rule.name != "typical" else q
-
-        self.name, self.h, self.rule = "mutant", h, rule
+        self.name, self.rule = "mutant", rule
+        self.h = from_the_target if rule.name == "typical" else rule.h
         self.statistics, self.subtracts_draft = rule.statistics, not rule.subtracts_draft
+        self.solved, self.form = rule.solved, getattr(rule, "form", None)
 
     @property
     def strengths(self):
@@ -76,7 +84,7 @@ class Mutant(Rule):
 def test_a_wrong_recovery_is_caught(name):
     rule, brute_force = LAWS[name]
     p, q = pair(37)
-    tokens = emitted_tokens(p, q, Mutant(rule), DRAWS // 4)
+    tokens = emitted_tokens(p, q, Mutant(rule), DRAWS // 8)
     p, q = p.double().numpy(), q.double().numpy()
     expected = exact.emitted_by(p, q, *brute_force(p, q))
     never = np.bincount(tokens.numpy(), minlength=37)[expected == 0].any()
@@ -177,6 +185,78 @@ def test_top_k_never_leaves_the_k_likeliest():
     out = verify(target, draft[:, :1], ids, TopK(4), seed=0, offset=0)
     kept = target[:, 0].gather(1, out.token_ids[:, :1])[:, 0] >= target[:, 0].topk(4)[0][:, -1]
     assert kept.all() and 0 < out.num_accepted.sum() < 200
+
+
+def coupled_batch(B=300, V=60):
+    """Rows of three drafts, drawn with the noise of their positions."""
+    target, noise = torch.randn(2, B, 4, V, generator=torch.Generator().manual_seed(0))
+    draft = (1.5 * target + noise)[:, :3].softmax(-1)
+    seeds, offset = torch.arange(B), torch.arange(B) * 7
+    ids = torch.cat([draw(draft[:, j], seed=seeds, offset=offset + j).token_ids for j in range(3)], 1)
+    return (1.5 * target).softmax(-1), draft, ids, {"seed": seeds, "offset": offset}
+
+
+def test_coupled_emits_the_draws_of_the_target(device):
+    target, draft, ids, stream = coupled_batch()
+    m = ids.shape[1]
+    plain = torch.stack(
+        [draw(target[:, j], seed=stream["seed"], offset=stream["offset"] + j).token_ids[:, 0] for j in range(m + 1)], 1
+    )
+    out = verify(target, draft, ids, Coupled(), **stream)
+    emitted = out.token_ids >= 0
+    assert torch.equal(emitted.sum(1), out.num_accepted + 1) and out.valid.all()
+    assert torch.equal(out.token_ids[emitted], plain[emitted])
+    equal = (plain[:, :3] == ids).int().cumprod(1).sum(1)
+    assert torch.equal(out.num_accepted.long(), equal) and 0.5 < (equal > 0).float().mean() < 0.95
+    # Without draft rows, flat, and by the kernel: the same.
+    cu = torch.arange(0, 3 * 300 + 1, 3, dtype=torch.int32)
+    flat = verify(
+        target.flatten(0, 1), None, ids.flatten(), "coupled", cu_draft_tokens=cu, max_draft_tokens=3, **stream
+    )
+    assert torch.equal(flat.token_ids, out.token_ids)
+    few = [x[:6].to(device) for x in (target, ids, *stream.values())]
+    kernel = verify(few[0], None, few[1], Coupled(), seed=few[2], offset=few[3], backend="triton")
+    assert torch.equal(kernel.token_ids.cpu(), out.token_ids[:6])
+
+
+def test_coupled_follows_the_target_though_it_shares_its_noise_with_the_draft():
+    p, q = pair(37)
+    draws = DRAWS // 4
+    ids = draw(p.expand(draws, 37), seed=3, offset=0).token_ids
+    out = verify(q.expand(draws, 2, 37), p.expand(draws, 1, 37), ids, Coupled(), seed=3, offset=0)
+    assert p_value(out.token_ids[:, 0], q.double().numpy()) > exact.FALSE_ALARM
+    meeting = exact.meeting(p.double().numpy(), q.double().numpy()).sum()
+    assert abs(out.num_accepted.float().mean() - meeting) < 6 * 0.5 / draws**0.5
+
+
+def test_coupled_refuses_a_bonus_token_of_the_callers():
+    target, _, ids, stream = coupled_batch(2)
+    bonus = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="leave bonus_token_ids out"):
+        verify_from_logits(target[:, :3].log(), None, ids, Coupled(), bonus_token_ids=bonus, **stream)
+
+
+@pytest.mark.slow
+def test_coupled_gives_one_text_with_speculation_off_and_on():
+    """100 prompts, float64 models, m = 0, 1, 3 and 8, two drafts."""
+    target, draft, tokenizer = embedded_pair(dtype=torch.float64)
+    words = tokenizer("Maria has 12 boxes of pencils and gives 7 to each of her friends. How many are left?").input_ids
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.tensor(words)[torch.randint(0, len(words), (100, 6), generator=generator)]
+    settings = {"rule": "coupled", "seed": list(range(100)), "do_sample": True, "max_new_tokens": 24}
+    plain = speculative_generate(target, prompts, assistant_model=draft, num_assistant_tokens=0, **settings)
+    for assistant in (draft, target):
+        for count in (1, 3, 8):
+            out = speculative_generate(
+                target,
+                prompts,
+                assistant_model=assistant,
+                num_assistant_tokens=count,
+                return_dict_in_generate=True,
+                **settings,
+            )
+            assert torch.equal(out.sequences, plain)
+            assert out.stats.acceptance_rate > (0.3 if assistant is draft else 0.9)
 
 
 REFUSED = [
