@@ -88,6 +88,11 @@ def fuzz_case(seed):
     else:
         ids, target = ids.view(B, m), target.view(B, m + 1, V)
         draft = None if draft is None else draft.view(B, m, V_draft)
+    if case["rule"].keeps_proportions and rng.random() < 0.3:
+        budgets = torch.tensor(rng.choices((0.0, 1e-9, 1e-3, 0.1, 0.5, 2.0, 100.0), k=B), dtype=torch.float64)
+        if rng.random() < 0.1:
+            budgets[rng.randrange(B)] = rng.choice((-1.0, float("nan")))
+        case["budget"] = budgets
     case["target_probs"] = _strided(target, rng)
     case["draft_probs"] = None if draft is None else _strided(draft, rng)
     case["draft_token_ids"] = ids if rng.random() < 0.7 else torch.stack([ids, ids], -1)[..., 0]
@@ -98,8 +103,11 @@ def parity(case, first=("torch", "cpu"), second=("triton", "cpu"), **options):
     """What differs between two (backend, device) on one case, in words, or None. `options` are for the second run."""
     expected = run_case(case, *first)
     got = run_case(case, *second, **options)
-    for name in ("num_accepted", "valid", "token_ids"):
-        a, b = getattr(expected, name).cpu(), getattr(got, name).cpu()
+    for name in ("num_accepted", "valid", "token_ids", "spent"):
+        a, b = getattr(expected, name), getattr(got, name)
+        if a is None:
+            continue
+        a, b = a.cpu(), b.cpu()
         if not torch.equal(a, b):
             r = (a != b).reshape(len(a), -1).any(1).nonzero()[0].item()
             return (
@@ -118,6 +126,7 @@ def run_case(case, backend, device="cpu", **options):
         torch.full((B, width + 1), POISON, dtype=ids.dtype, device=device),
         torch.full((B,), POISON, dtype=torch.int32, device=device),
         torch.ones(B, dtype=torch.bool, device=device),
+        torch.full((B,), POISON, dtype=torch.float64, device=device) if "budget" in case else None,
     )
     return verify(**case, out=out, backend=backend, **options)
 

@@ -4,7 +4,7 @@ Float64 tensors stay float64, so that `law` can evaluate the same rules at full 
 """
 
 import torch
-from torch import exp, float32, float64, int32, log
+from torch import exp, float32, float64, int32, int64, log
 
 static_range = range
 
@@ -15,6 +15,7 @@ __all__ = [
     "float32",
     "float64",
     "int32",
+    "int64",
     "log",
     "maximum",
     "minimum",

@@ -1,6 +1,6 @@
 """`verify`: accept or reject drafted tokens against the target, and draw the next token. Checks, then a backend."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,11 +29,13 @@ class VerifyOutput:
             then -1. The tokens emitted are those >= 0.
         num_accepted: int32 [B], drafted tokens accepted.
         valid: bool [B], False where a value that counts was bad; such a request emits only what it accepted before.
+        spent: float64 [B], nats that the accepted tokens spent of a budget; None without one.
     """
 
     token_ids: torch.Tensor
     num_accepted: torch.Tensor
     valid: torch.Tensor
+    spent: torch.Tensor | None = None
 
     def raise_if_invalid(self) -> None:
         """Raise ValueError naming the invalid requests. Waits for the device."""
@@ -57,6 +59,7 @@ def verify(
     offset,
     cu_draft_tokens=None,
     max_draft_tokens=None,
+    budget=None,
     out=None,
     scratch=None,
     backend=None,
@@ -86,6 +89,9 @@ def verify(
             rows beyond the last request are not looked at. None: padded.
         max_draft_tokens: int, at least every m_b (a request with more is invalid); needed with `cu_draft_tokens`, else m.
             At most 64.
+        budget: float64 [B], nats that each request may still spend, >= 0: subtract `spent` from it after each call. Then the
+            log-likelihood ratio of a whole text to the target is at most what it had at the start (docs/rules.md). For rules
+            that keep the target's proportions: SpS, Cactus, AdaptiveCactus, Capped, Interpolation. None: no budget.
         out: a `VerifyOutput` to write to; None: allocated.
         scratch: `verify_triton.new_scratch(B, device)`, needed under a CUDA graph; None: kept by the launcher.
         backend: "triton", "torch", or None: triton on a GPU, torch elsewhere.
@@ -98,7 +104,7 @@ def verify(
     rule = resolve_rule(rule)
     batch_size, m = _layout(draft_token_ids, cu_draft_tokens, max_draft_tokens)
     inputs = Inputs(
-        target_probs, draft_probs, draft_token_ids, rule, seed, offset, cu_draft_tokens, m, batch_size
+        target_probs, draft_probs, draft_token_ids, rule, seed, offset, cu_draft_tokens, m, batch_size, budget=budget
     )  # fmt: skip
     return run(inputs, out, scratch, backend)
 
@@ -120,6 +126,7 @@ def verify_from_logits(
     row_map=None,
     cu_draft_tokens=None,
     max_draft_tokens=None,
+    budget=None,
     out=None,
     scratch=None,
     backend=None,
@@ -169,7 +176,7 @@ def verify_from_logits(
     inputs = Inputs(
         target_logits, draft_probs if draft_logits is None else draft_logits, draft_token_ids, rule, seed, offset,
         cu_draft_tokens, m, batch_size, sampling=sampling, draft_sampling=draft_sampling, draft_stats=draft_stats,
-        bonus_token_ids=bonus_token_ids, row_map=row_map,
+        bonus_token_ids=bonus_token_ids, row_map=row_map, budget=budget,
     )  # fmt: skip
     return run(
         inputs, out, scratch, backend, ("target_logits", "draft_logits" if draft_probs is None else "draft_probs")
@@ -205,6 +212,14 @@ def run(inputs, out, scratch, backend, names=("target_probs", "draft_probs")) ->
     for name, sampling in (("sampling", inputs.sampling), ("draft_sampling", inputs.draft_sampling)):
         if sampling is not None:
             check_sampling(name, sampling, B)
+    if inputs.budget is not None:
+        check_tensor("budget", inputs.budget, 1, (torch.float64,), (B,))
+        if not inputs.rule.keeps_proportions:
+            raise ValueError(
+                f"a budget needs a rule that keeps the target's proportions, got {inputs.rule.name}: use Cactus"
+            )
+        if len(inputs.rule.strengths) > 1:
+            raise ValueError(f"a budget is offered for rules of at most one strength, not for {inputs.rule.name}")
     for strength in inputs.rule.strengths:
         if isinstance(strength, torch.Tensor):
             check_tensor(f"the strength of {inputs.rule.name}", strength, 1, (torch.float32,), (B,))
@@ -219,6 +234,7 @@ def run(inputs, out, scratch, backend, names=("target_probs", "draft_probs")) ->
             torch.empty((B, m + 1), dtype=inputs.draft_token_ids.dtype, device=device),
             torch.empty(B, dtype=torch.int32, device=device),
             torch.empty(B, dtype=torch.bool, device=device),
+            None if inputs.budget is None else torch.empty(B, dtype=torch.float64, device=device),
         )
     else:
         if not isinstance(out, VerifyOutput):
@@ -226,10 +242,15 @@ def run(inputs, out, scratch, backend, names=("target_probs", "draft_probs")) ->
         check_tensor("out.token_ids", out.token_ids, 2, (inputs.draft_token_ids.dtype,), (B, m + 1))
         check_tensor("out.num_accepted", out.num_accepted, 1, (torch.int32,), (B,))
         check_tensor("out.valid", out.valid, 1, (torch.bool,), (B,))
-    check_device(device, *inputs.tensors, out.token_ids, out.num_accepted, out.valid, scratch)
+        if inputs.budget is not None:
+            check_tensor("out.spent", out.spent, 1, (torch.float64,), (B,))
+    check_device(device, *inputs.tensors, out.token_ids, out.num_accepted, out.valid, out.spent, scratch)
     chosen = choose_backend(backend, device)
     if not B:
         return out
+    if inputs.budget is not None and not inputs.rule.strengths:  # lossless
+        out.spent.zero_()
+        inputs = replace(inputs, budget=None)
     if isinstance(inputs.rule, Coupled):
         from . import coupled
 

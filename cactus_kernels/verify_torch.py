@@ -29,6 +29,11 @@ def verify(inputs, out, scratch=None):
     if inputs.rule.solved is not None:
         stat = clip.compute(inputs.rule, target, draft, n, (n >= 0) & (inputs.rule.solved == "drafted"), strengths)
 
+    body = inputs.rule.h
+    if inputs.budget is not None:
+        body = rules.within(body)
+        bad_request |= ~(inputs.budget.cpu().numpy() >= 0)
+
     # 1. q_n and p_n of the drafted tokens: [B, m + 1], the last column being the end of every draft.
     request, j = np.arange(B)[:, None], np.arange(m + 1)
     q_n = target.at(request, j, n)
@@ -47,8 +52,13 @@ def verify(inputs, out, scratch=None):
     u = philox.uniform(*philox.philox(seed[:, None], 0, philox.ACCEPT, *row))
     with np.errstate(all="ignore"):  # bad values
         h_n = _numpy_body(inputs.rule.h)(q_n, q_n, p_n, True, stat, *(_of(s, slice(None)) for s in strengths))
+        if inputs.budget is not None:
+            spends, left, cap = _within(inputs.budget, h_n, q_n, p_n, n)
+            h_n, stat = np.minimum(h_n, q_n * cap), (*(stat or ()), cap)
         accepted = (u * p_n < h_n) & (n >= 0) & ~bad
     stop = (~accepted).argmax(1)
+    if inputs.budget is not None:
+        out.spent.copy_(torch.from_numpy(np.where(j < stop[:, None], np.minimum(spends, left), 0).sum(1) / rules.UNIT))
     request = request[:, 0]
     valid = ~bad[request, stop]
     n, q_n, p_n = ids[request, stop], q_n[request, stop], p_n[request, stop]
@@ -61,7 +71,9 @@ def verify(inputs, out, scratch=None):
     def draw(kind, r):
         """Draw for requests r, whose token comes from weights of one kind; for those without a residual, from the rest."""
         of_r = stat and tuple(s[r, stop[r]] for s in stat)
-        weights, fine = _weights(kind, target, draft, r, stop[r], (n[r], q_n[r], p_n[r]), inputs.rule, of_r, strengths)
+        weights, fine = _weights(
+            kind, target, draft, r, stop[r], (n[r], q_n[r], p_n[r]), inputs.rule, body, of_r, strengths
+        )
         sums = chunk_sums(weights)
         some = (sums != 0).any(1)
         token[r] = race_torch.race(sums, weights, [x[r] for x in exponentials])
@@ -88,7 +100,7 @@ def verify(inputs, out, scratch=None):
         to.copy_(torch.from_numpy(values))
 
 
-def _weights(kind, target, draft, request, position, drafted, rule, stat, strengths):
+def _weights(kind, target, draft, request, position, drafted, rule, body, stat, strengths):
     """The weights of requests, fp32 [R, V], 0 at the drafted token (n, its q and p); and which rows are not bad [R]."""
     n, q_n, p_n = drafted
     q = target.whole(request, position)
@@ -98,7 +110,7 @@ def _weights(kind, target, draft, request, position, drafted, rule, stat, streng
     V = q.shape[1]
     column = functools.partial(_column, device=q.device)
     stat = stat and tuple(map(column, stat))
-    w = rule.h(q, column(q_n), column(p_n), False, stat, *(column(_of(s, request)) for s in strengths))
+    w = body(q, column(q_n), column(p_n), False, stat, *(column(_of(s, request)) for s in strengths))
     if kind == RESIDUAL and draft is not None and rule.subtracts_draft:
         p = draft.whole(request, position)[:, :V]
         bad |= draft.bad_whole(p)
@@ -110,6 +122,17 @@ def _weights(kind, target, draft, request, position, drafted, rule, stat, streng
     inside = np.flatnonzero(n < V)
     w[inside, n[inside]] = 0
     return w, ~bad
+
+
+def _within(budget, h_n, q_n, p_n, drafted):
+    """What each position would spend, what is left before it, both int64 [B, m + 1], and the cap that makes, fp32.
+
+    budget: float64 [B]. drafted: int64 [B, m + 1], -1 where nothing is drafted.
+    """
+    spends = np.where(drafted >= 0, _numpy_body(rules.spend)(h_n, q_n, p_n), 0)
+    whole = (np.minimum(budget.cpu().numpy(), rules.MOST) * rules.UNIT).astype(np.int64)
+    left = np.maximum(whole[:, None] - (spends.cumsum(1) - spends), 0)
+    return spends, left, _numpy_body(rules.cap)(left)
 
 
 @functools.cache

@@ -20,7 +20,17 @@ MAX_PROB = tl.constexpr(rows_torch.MAX_PROB)
 TARGET, RESIDUAL, REST = (
     tl.constexpr(kind) for kind in (verify_torch.TARGET, verify_torch.RESIDUAL, verify_torch.REST)
 )
-ACCEPT = tl.constexpr(philox.ACCEPT)
+ACCEPT, SEED = tl.constexpr(philox.ACCEPT), tl.constexpr(philox.SEED)
+LOG_0, LOG_1, LOG_2, LOG_3, LOG_4, LOG_5, LOG_6, LOG_7 = (tl.constexpr(c) for c in philox.LOG)
+LN2, BELOW_SQRT_HALF = tl.constexpr(philox.LN2), tl.constexpr(philox.BELOW_SQRT_HALF)
+SQRT_HALF_BITS = tl.constexpr(philox.SQRT_HALF_BITS)
+BELOW_ONE = tl.constexpr(1 - 2**-24)
+# Race words are int64: the bits of a key > 0 (fp32, so their order is that of the keys), then LOWEST ^ index, so that
+# ties go to the lowest index. 0: nothing to win. BAD beats every key: a value that counts is bad.
+LOWEST = tl.constexpr(2**31 - 1)  # in the interpreter a constexpr must not stand on the left of an operator
+BAD = tl.constexpr(2**63 - 1)
+MOST, UNIT = tl.constexpr(rules.MOST), tl.constexpr(rules.UNIT)
+_spend, _cap = (rules.bind(f, tl, triton.jit) for f in (rules.spend, rules.cap))
 SPLIT_CHUNKS = tl.constexpr(256)  # chunks one block can hold sums of: V <= 262,144 in one split
 
 
@@ -163,7 +173,7 @@ def _statistics(stats, num_rows, row, mask, STATS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["seed", "offset", "N", "m", "num_rows", "share"])
 def verify_kernel(
-    token_ids, num_accepted, valid,  # out: ids [B, m + 1], int32 [B], bool [B]
+    token_ids, num_accepted, valid, spent,  # out: ids [B, m + 1], int32 [B], bool [B], float64 [B] or None
     scratch,  # int64 [B, 2]: the best word and the number of blocks that arrived, both 0 before and after
     target, draft,  # [B, m + 1, V] and [B, m, V_draft], or flat [N + B, V] and [N, V_draft]; draft or None
     target_stats, draft_stats,  # None: the rows are probabilities; else they are logits, and these fp32 [..., 8]
@@ -174,10 +184,12 @@ def verify_kernel(
     seed, offset,  # int64 [B] or one number
     strengths,  # tuple of fp32 [B] or numbers
     stats,  # fp32 [STATS, rows of the target], or None
+    budget,  # float64 [B], or None
     strides,  # in elements, (request, row or column) of target, draft, draft_token_ids, token_ids; num_accepted, valid
     num_rows, N, m, V, V_draft,  # rows of the target, drafted tokens in all and at most in a request; vocabulary sizes
     share,  # chunks of a split, a multiple of WARPS
     PER_REQUEST: tl.constexpr,  # bit k: strength k is a tensor
+    G: tl.constexpr,  # H, or H within the budget: for tokens that are not n
     STATS: tl.constexpr, SUBTRACTS: tl.constexpr,  # statistics that H reads; whether recovery takes the draft off
     H: tl.constexpr, PICK_CHUNK: tl.constexpr, PICK_TOKEN: tl.constexpr,
     BLOCK_M: tl.constexpr, WARPS: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr, VEC: tl.constexpr,
@@ -241,7 +253,16 @@ def verify_kernel(
         stat = _statistics(stats, num_rows, index, j < length, STATS)
         for k in tl.static_range(STATS):
             bad |= (stat[k] != stat[k]) & (ids >= 0)
-    accepted = (_uniform(r0, r1) * p_n < H(q_n, q_n, p_n, True, stat, *values)) & (ids >= 0) & (bad == 0)
+    h_n = H(q_n, q_n, p_n, True, stat, *values)
+    if budget is not None:
+        whole = tl.load(budget + request)
+        bad_request |= (whole >= 0.0) == 0
+        spends = tl.where(ids >= 0, _spend(h_n, q_n, p_n), 0)
+        left = (tl.minimum(tl.where(whole >= 0.0, whole, 0.0), MOST) * UNIT).to(tl.int64)
+        left = tl.maximum(left - (tl.cumsum(spends, 0) - spends), 0)
+        cap = _cap(left)
+        h_n = tl.minimum(h_n, q_n * cap)
+    accepted = (_uniform(r0, r1) * p_n < h_n) & (ids >= 0) & (bad == 0)
     stop = tl.min(tl.where(accepted, BLOCK_M, j), 0)
     stop = tl.where(bad_request, 0, stop)
     bad_request |= tl.sum(tl.where(j == stop, bad.to(tl.int32), 0), 0) > 0
@@ -255,6 +276,16 @@ def verify_kernel(
     # 3. This block's share of the one row pair.
     if STATS:
         stat = _statistics(stats, num_rows, tl.sum(tl.where(j == stop, index, 0), 0), rejected, STATS)
+    if budget is not None:
+        cap = tl.sum(tl.where(j == stop, cap, 0.0), 0)
+        if STATS:
+            stat = stat + (cap,)  # noqa: RUF005
+        else:
+            stat = (cap,)
+        tl.store(
+            spent + request * strides[10],
+            tl.sum(tl.where(j < stop, tl.minimum(spends, left), 0), 0).to(tl.float64) / UNIT,
+        )
     values = (stat,) + values  # noqa: RUF005
     q_row = _row(target, wide * strides[0] + (start + stop) * strides[1], VEC > 1)
     if draft is None or not SUBTRACTS:
@@ -270,11 +301,11 @@ def verify_kernel(
     end = tl.where(given, first, tl.minimum(first + share, tl.cdiv(V, CHUNK)))
     if rejected:
         word = _scan(
-            rows, drafted, first, end, V, V_draft, stream, values, H, RESIDUE, PICK_CHUNK, WARPS, LANES, STEP, VEC
+            q_row, p_row, drafted, first, end, V, V_draft, stream, values, G, RESIDUE, PICK_CHUNK, WARPS, LANES, STEP, VEC
         )  # fmt: skip
     else:
         word = _scan(
-            rows, drafted, first, end, V, V_draft, stream, values, H, TARGET, PICK_CHUNK, WARPS, LANES, STEP, VEC
+            q_row, p_row, drafted, first, end, V, V_draft, stream, values, G, TARGET, PICK_CHUNK, WARPS, LANES, STEP, VEC
         )  # fmt: skip
     word = tl.where(bad_request, BAD, word)
 
@@ -289,7 +320,7 @@ def verify_kernel(
             # No residual, by rounding or bad input: what is left of h without n. Rare, so one chunk at a time will do.
             p_end = 0 * p_end
             for c in range(0, tl.cdiv(V, CHUNK)):
-                w = _chunk_weights(rows, drafted, c, V, p_end, values, H, RESIDUE)
+                w = _chunk_weights(q_row, p_row, drafted, c, V, p_end, values, G, RESIDUE)
                 total = tl.sum((w * ONE).to(tl.int64), 0) + tl.zeros((1,), tl.int64)
                 word = tl.maximum(word, race(total, c + tl.arange(0, 1), stream, PICK_CHUNK, word))
         ok = (word > 0) & (word < BAD)
@@ -305,10 +336,9 @@ def verify_kernel(
             to + j * strides[7], kept.to(token_ids.dtype.element_ty), mask=(j <= m) & (j != tl.where(ok, stop, -1))
         )
         chunk = (word & LOWEST) ^ LOWEST
-        drawn = ok & (given == 0)
-        q_end, p_end = tl.where(drawn, V, 0), tl.where(drawn, p_end, 0)
-        w = _chunk_weights(rows, drafted, chunk, q_end, p_end, values, H, RESIDUE)
-        winner = race(w, tl.arange(0, CHUNK), stream, PICK_TOKEN, word)
+        q_end, p_end = tl.where(ok, V, 0), tl.where(ok, p_end, 0)
+        w = _chunk_weights(q_row, p_row, drafted, chunk, q_end, p_end, values, G, RESIDUE)
+        winner = _race(w, tl.arange(0, CHUNK), stream, PICK_TOKEN, word)
         winner = chunk * CHUNK + ((winner & LOWEST) ^ LOWEST)
         if bonus_token_ids is not None:
             winner = tl.where(given, bonus, winner)
@@ -383,24 +413,20 @@ def _launch(inputs, out, scratch, splits, num_warps):
     strides += (0, 0) if draft is None else row_strides(draft, flat and inputs.row_map is None)
     strides += (0, ids.stride(0)) if flat else ids.stride()
     strides += (*out.token_ids.stride(), out.num_accepted.stride(0), out.valid.stride(0))
-    target_stats, draft_stats = stats
-    given = inputs.draft_stats is not None
-    stats_strides = (0, 0) if target_stats is None else target_stats.stride()[:2]
-    if draft_stats is None:
-        stats_strides += (0, 0)
-    else:
-        stats_strides += row_strides(draft_stats, given and flat and inputs.row_map is None)
+    strides += (0,) if inputs.budget is None else out.spent.stride()
     with torch.cuda.device_of(target):
         verify_kernel[inputs.batch_size, triton.cdiv(chunks, share)](
-            out.token_ids, out.num_accepted, out.valid, scratch, target, draft, ids, _dense(inputs.cu_draft_tokens),
-            _dense(inputs.seed), _dense(inputs.offset), tuple(map(_dense, strengths)),
-            stats, strides,
+            out.token_ids, out.num_accepted, out.valid, None if inputs.budget is None else out.spent, scratch,
+            target, draft, ids, _dense(inputs.cu_draft_tokens), _dense(inputs.seed), _dense(inputs.offset),
+            tuple(map(_dense, strengths)),
+            stats, _dense(inputs.budget), strides,
             math.prod(target.shape[:-1]), ids.numel(), inputs.max_draft_tokens, inputs.vocab_size, inputs.draft_vocab_size, share,
             PER_REQUEST=sum(1 << k for k, s in enumerate(strengths) if isinstance(s, torch.Tensor)),
             STATS=0 if stats is None else len(stats), SUBTRACTS=inputs.rule.subtracts_draft,
-            H=_jitted(inputs.rule.h), PICK_CHUNK=inputs.purposes[0], PICK_TOKEN=inputs.purposes[1],
-            BLOCK_M=triton.next_power_of_2(inputs.max_draft_tokens + 1), WARPS=num_warps, LANES=lanes(),
-            STEP=lanes() * (8 if aligned else 4), VEC=16 // item if aligned else 1, num_warps=num_warps,
+            H=_jitted(inputs.rule.h), G=_jitted(inputs.rule.h if inputs.budget is None else rules.within(inputs.rule.h)),
+            PICK_CHUNK=inputs.purposes[0], PICK_TOKEN=inputs.purposes[1],
+            BLOCK_M=triton.next_power_of_2(inputs.max_draft_tokens + 1), WARPS=num_warps, LANES=lanes,
+            STEP=lanes * (8 if aligned else 4), VEC=16 // item if aligned else 1, num_warps=num_warps,
             enable_fp_fusion=False,
         )  # fmt: skip
 

@@ -2,12 +2,15 @@
 
 from .. import torch_language as m
 from .base import Rule, bind
+from .budget import MOST, UNIT, cap, spend, within
 from .cactus import AdaptiveCactus, Cactus, SpS
 from .clipped import Capped, Interpolation, Lenience, Mentored, Optimal
 from .coupled import Coupled
 from .thresholds import TopK, Typical
 
 __all__ = [
+    "MOST",
+    "UNIT",
     "AdaptiveCactus",
     "Cactus",
     "Capped",
@@ -21,8 +24,11 @@ __all__ = [
     "TopK",
     "Typical",
     "bind",
+    "cap",
     "m",
     "resolve_rule",
+    "spend",
+    "within",
 ]
 
 # By name, with their default strengths.

@@ -30,6 +30,8 @@ class Rule:
         statistics: names of row statistics, see `cactus_kernels.row_statistics`.
         solved: "drafted" or "rejected": which row pairs `cactus_kernels.clip` is solved for before the body sees them; its
             `stat` is then (b, c). None: not solved.
+        keeps_proportions: whether h_n >= q_n wherever p_n > q_n, and r(x) is q(x) times a number in [(1 - h_n) / (1 - q_n), 1]:
+            then a budget for the sequence can be kept.
         subtracts_draft: whether recovery takes the draft's probabilities off.
     """
 
@@ -37,6 +39,7 @@ class Rule:
     h: staticmethod
     statistics: tuple = ()
     solved: str | None = None
+    keeps_proportions: bool = False
     subtracts_draft: bool = True
 
     @property

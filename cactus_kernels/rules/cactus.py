@@ -69,6 +69,7 @@ class SpS(Rule):
     """
 
     name = "sps"
+    keeps_proportions = True
     h = staticmethod(sps_h)
 
 
@@ -100,6 +101,7 @@ class Cactus(Rule):
     divergence: str = "taylor"
 
     name = "cactus"
+    keeps_proportions = True
 
     def __post_init__(self):
         check_strength("delta", self.delta, meaning=" (0 is SpS)")
@@ -134,6 +136,7 @@ class AdaptiveCactus(Rule):
     spend: str = "certain"
 
     name = "adaptive"
+    keeps_proportions = True
     statistics = ("relative entropy",)
 
     def __post_init__(self):

@@ -45,6 +45,7 @@ class Interpolation(Rule):
     weight: float | torch.Tensor = 0.5
 
     name = "interpolation"
+    keeps_proportions = True
     h = staticmethod(interpolation_h)
 
     def __post_init__(self):
@@ -74,6 +75,7 @@ class Capped(Rule):
     cap: float | torch.Tensor = 2.0
 
     name = "capped"
+    keeps_proportions = True
     h = staticmethod(capped_h)
 
     def __post_init__(self):
