@@ -8,7 +8,7 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from . import philox
 from .cache import check_rollback
-from .inputs import MAX_DRAFT_TOKENS
+from .inputs import MAX_DRAFT_TOKENS, check_budget
 from .rules import Rule, resolve_rule
 from .sampling import Sampling
 
@@ -48,6 +48,7 @@ class Request:
 
     input_ids: torch.Tensor
     rule: Rule
+    budget: torch.Tensor | None  # float64 [B], on the model's device
     num_assistant_tokens: int
     draft_temperature: float | None
     seed: int | torch.Tensor
@@ -64,7 +65,7 @@ class Request:
 
 
 def check_request(
-    model, input_ids, assistant_model, rule, num_assistant_tokens, draft_temperature, seed, generation_config,
+    model, input_ids, assistant_model, rule, budget, num_assistant_tokens, draft_temperature, seed, generation_config,
     logits_processor, stopping_criteria, streamer, tokenizer, assistant_tokenizer, kwargs,
 ) -> Request:  # fmt: skip
     """Check the arguments of `speculative_generate`, which documents them. Raises TypeError or ValueError."""
@@ -128,7 +129,9 @@ def check_request(
             raise ValueError(f"the strengths are on {strength.device} and the model on {model.device}: move them")
         if not (strength.isfinite() & (strength >= 0)).all():
             raise ValueError(f"strengths must be finite and at least 0, got {strength.tolist()}")
-    return Request(input_ids, rule, num_assistant_tokens, draft_temperature, _check_seed(seed, rows), criteria, kwargs)
+    budget = _check_budget(budget, rule, rows, model.device)
+    seed = _check_seed(seed, rows)
+    return Request(input_ids, rule, budget, num_assistant_tokens, draft_temperature, seed, criteria, kwargs)
 
 
 def check_same_tokenizer(tokenizer, assistant_tokenizer) -> None:
@@ -209,6 +212,21 @@ def _check_mask(input_ids, mask, pad_token_id, eos_token_id):
             "attention_mask has padding at the right of a row or inside it: use tokenizer.padding_side='left'"
         )
     return mask
+
+
+def _check_budget(budget, rule, rows, device):
+    if budget is None:
+        return None
+    values = budget.tolist() if isinstance(budget, torch.Tensor) else budget
+    values = list(values) if isinstance(values, (list, tuple)) else [values] * rows
+    if any(isinstance(b, bool) or not isinstance(b, (int, float)) for b in values):
+        raise TypeError(f"budget must be a number of nats, a list with one a row or None, got {budget!r}")
+    if not all(0 <= b < float("inf") for b in values):
+        raise ValueError(f"a budget must be finite and at least 0 nats (0 is lossless), got {budget}")
+    if len(values) != rows:
+        raise ValueError(f"budget has {len(values)} entries for {rows} rows: give one a row, or a number")
+    check_budget(rule)
+    return torch.tensor(values, dtype=torch.float64, device=device)
 
 
 def _check_seed(seed, rows):

@@ -31,6 +31,7 @@ def speculative_generate(
     *,
     assistant_model,
     rule="cactus",
+    budget=None,
     num_assistant_tokens=5,
     draft_temperature=None,
     seed=None,
@@ -57,6 +58,9 @@ def speculative_generate(
         input_ids: int64 [B, P], left-padded; rows of different lengths need `attention_mask`.
         assistant_model: the draft, of the same kind and with the same tokenizer.
         rule: a `Rule` such as `Cactus(0.75)`, or "sps" or "cactus" (delta 1).
+        budget: nats that each text may spend, a number or a list with one a row: then no text is more than e^budget times as
+            likely as under the (processed) target, and the KL divergence of the law of whole texts is at most the budget
+            (docs/rules.md). `stats.spent` tells what each text spent. For SpS, Cactus, AdaptiveCactus, Capped, Interpolation.
         num_assistant_tokens: tokens drafted a round, 0 to 64; with 0 the target decodes alone.
         draft_temperature: the draft's temperature where it samples, >= 0 (0: greedy drafts); None: that of `temperature`.
         seed: an int gives row r the stream (seed, r), so that a row's tokens depend on its place; a list or int64 tensor
@@ -77,7 +81,7 @@ def speculative_generate(
         RuntimeError: the backend asked for is not to be had.
     """
     request = check_request(
-        model, input_ids, assistant_model, rule, num_assistant_tokens, draft_temperature, seed, generation_config,
+        model, input_ids, assistant_model, rule, budget, num_assistant_tokens, draft_temperature, seed, generation_config,
         logits_processor, stopping_criteria, streamer, tokenizer, assistant_tokenizer, kwargs,
     )  # fmt: skip
     choose_backend(backend, model.device)
@@ -133,7 +137,7 @@ def _decode(
         model, assistant_model, batch, processors, request, request.seeds(batch.size), backend,
         greedy=not generation_config.do_sample,
     )  # fmt: skip
-    stats = Stats.of(request.rule, batch.size)
+    stats = Stats.of(request.rule, batch.size, request.budget)
     clock = _Clock(model.device)
     if streamer is not None:
         streamer.put(input_ids.cpu())
@@ -153,6 +157,8 @@ def _decode(
 
     if streamer is not None:
         streamer.end()
+    if request.budget is not None:
+        stats.spent = (request.budget - decoder.left).tolist()
     stats.draft_seconds, stats.target_seconds, stats.verify_seconds = (
         clock.seconds(k) for k in ("draft", "target", "verify")
     )
@@ -246,6 +252,7 @@ class _Decoder:
 
     def __init__(self, model, assistant_model, batch, processors, request, seed, backend, greedy):
         self.batch, self.processors, self.rule, self.seed, self.backend = batch, processors, request.rule, seed, backend
+        self.left = request.budget  # of a budget, float64 [B]; or None
         self.sampling = self.draft_sampling = processors.sampling
         if request.draft_temperature is not None:
             self.draft_sampling = replace(self.sampling, temperature=request.draft_temperature)
@@ -302,8 +309,10 @@ class _Decoder:
         else:
             verified = verify_from_logits(
                 target, draft_logits, draft_token_ids, self.rule, sampling=self.sampling, draft_stats=draft_stats,
-                seed=self.seed, offset=self.offset, backend=self.backend,
+                budget=self.left, seed=self.seed, offset=self.offset, backend=self.backend,
             )  # fmt: skip
+            if self.left is not None:
+                self.left = self.left - verified.spent
             # Of a coupled draw the words are those of the token's position, whatever was drafted.
             coupled = isinstance(self.rule, Coupled)
             self.offset += (verified.token_ids >= 0).sum(1) if coupled else num_drafts + 1

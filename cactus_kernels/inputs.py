@@ -53,6 +53,14 @@ class Inputs:
         return self.vocab_size if self.draft is None else self.draft.shape[-1]
 
 
+def check_budget(rule):
+    """Raise ValueError where a rule cannot keep a sequence's budget."""
+    if not rule.keeps_proportions:
+        raise ValueError(f"a budget needs a rule that keeps the target's proportions, got {rule.name}: use Cactus")
+    if len(rule.strengths) > 1:
+        raise ValueError(f"a budget is offered for rules of at most one strength, not for {rule.name}")
+
+
 def check_tensor(name, tensor, dim, dtypes, shape=None):
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(tensor).__name__}")

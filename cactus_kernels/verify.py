@@ -9,6 +9,7 @@ from .inputs import (
     INDEX_DTYPES,
     MAX_DRAFT_TOKENS,
     Inputs,
+    check_budget,
     check_device,
     check_rows,
     check_sampling,
@@ -214,12 +215,7 @@ def run(inputs, out, scratch, backend, names=("target_probs", "draft_probs")) ->
             check_sampling(name, sampling, B)
     if inputs.budget is not None:
         check_tensor("budget", inputs.budget, 1, (torch.float64,), (B,))
-        if not inputs.rule.keeps_proportions:
-            raise ValueError(
-                f"a budget needs a rule that keeps the target's proportions, got {inputs.rule.name}: use Cactus"
-            )
-        if len(inputs.rule.strengths) > 1:
-            raise ValueError(f"a budget is offered for rules of at most one strength, not for {inputs.rule.name}")
+        check_budget(inputs.rule)
     for strength in inputs.rule.strengths:
         if isinstance(strength, torch.Tensor):
             check_tensor(f"the strength of {inputs.rule.name}", strength, 1, (torch.float32,), (B,))

@@ -4,7 +4,9 @@ import exact
 import numpy as np
 import pytest
 import torch
+from models import table_pair
 from test_law import DRAWS, emitted_tokens, p_value, pair
+from test_law_theory import sequence_law
 
 from cactus_kernels import draw, embedded_pair, row_statistics, speculative_generate
 from cactus_kernels.rules import (
@@ -258,6 +260,95 @@ def test_coupled_gives_one_text_with_speculation_off_and_on():
             assert torch.equal(out.sequences, plain)
             assert out.stats.acceptance_rate > (0.1 if assistant is draft else 0.9)
 
+
+# -- a budget for a sequence
+
+
+@pytest.mark.parametrize(
+    "rule", [Cactus(0.5), Cactus(0.5, "kl"), AdaptiveCactus(1.0), Capped(3.0), Interpolation(0.3)], ids=str
+)
+def test_a_budget_caps_h_and_is_reported(rule):
+    """One position at three budgets: the law with h_n <= q_n e^budget, in float64 by the rule's own body."""
+    p, q = pair(37)
+    p64, q64 = p.double(), q.double()
+    draws = DRAWS // 8
+    stat = tuple(row_statistics.of_rows(name, q[None])[0].double() for name in rule.statistics) or None
+    h = rule.h(q64, q64, p64, True, stat, *rule.strengths)
+    spent = []
+    for budget in (0.0, 0.2, 50.0):
+        h_n = torch.minimum(h, q64 * np.exp(budget))
+        scale = (1 - h_n) / (1 - q64) if isinstance(rule, (Cactus, AdaptiveCactus)) else torch.ones(37).double()
+
+        def recovery(n, scale=scale):
+            return (q64 * scale[n] - p64).clamp(min=0).numpy()
+
+        expected = exact.emitted_by(p64.numpy(), q64.numpy(), (h_n / p64).clamp(max=1).numpy(), recovery)
+        ids = torch.from_numpy(np.random.default_rng(1).choice(37, size=(draws, 1), p=p64.numpy() / p64.sum().item()))
+        left = torch.full((draws,), budget, dtype=torch.float64)
+        out = verify(q.expand(draws, 2, 37), p.expand(draws, 1, 37), ids, rule, seed=1, offset=0, budget=left)
+        assert p_value(out.token_ids[:, 0], expected) > exact.FALSE_ALARM
+        n = ids[:, 0]
+        should = (torch.minimum(p64, h_n)[n] / q64[n]).log().clamp(min=0) * (out.num_accepted > 0)
+        assert (out.spent <= left).all() and (out.spent >= should - 2e-6).all() and (out.spent <= should + 4e-6).all()
+        spent.append(out.spent.mean().item())
+        if budget == 0:
+            sps = verify(q.expand(draws, 2, 37), p.expand(draws, 1, 37), ids, "sps", seed=1, offset=0)
+            assert torch.equal(out.token_ids, sps.token_ids)
+    assert spent[0] == 0 < spent[1] < spent[2]
+
+
+def markov_tree(p, q, context, length):
+    tree = {}
+
+    def grow(prefix, token):
+        tree[prefix] = p[token], q[token]
+        if len(prefix) < length - 1:
+            for x in range(len(p)):
+                grow((*prefix, x), x)
+
+    grow((), context)
+    return tree
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_texts_within_a_budget_follow_their_exact_law(count):
+    """12,000 texts of three tokens through the loop against enumeration; the last of four tokens follows the target."""
+    target, draft = table_pair(5)
+    tables = [torch.softmax(model.table.double(), -1).numpy() for model in (draft, target)]
+    law, of_target = sequence_law(markov_tree(*tables, 3, 3), 1.0, 0.4, count, 3)
+    out = speculative_generate(
+        target, torch.full((12_000, 1), 3), assistant_model=draft, rule=Cactus(1.0), budget=0.4, seed=5, do_sample=True, top_k=0,
+        num_assistant_tokens=count, max_new_tokens=4, pad_token_id=0, return_dict_in_generate=True,
+    )  # fmt: skip
+    texts = [tuple(t) for t in out.sequences[:, 1:4].tolist()]
+    codes = np.array([t[0] * 25 + t[1] * 5 + t[2] for t in texts])
+    expected = np.zeros(125)
+    for text, mass in law.items():
+        expected[text[0] * 25 + text[1] * 5 + text[2]] = mass
+    assert exact.chi_square_p_value(np.bincount(codes, minlength=125), expected) > exact.FALSE_ALARM
+    assert max(np.log(mass / of_target[text]) for text, mass in law.items() if mass) <= 0.4 + 1e-9
+    assert 0 < np.mean(out.stats.spent) < 0.4 and max(out.stats.spent) <= 0.4 and min(out.stats.spent) >= 0
+    assert out.stats.total_variation_bound[0] == pytest.approx(0.2**0.5)
+
+
+@pytest.mark.parametrize(
+    ("budget", "rule", "error", "says"),
+    [
+        (-0.1, "cactus", ValueError, "at least 0"),
+        (float("nan"), "cactus", ValueError, "at least 0"),
+        ("1", "cactus", TypeError, "number of nats"),
+        ([1.0], "cactus", ValueError, "1 entries for 2 rows"),
+        (1.0, "typical", ValueError, "keeps the target's proportions"),
+        (1.0, Optimal(cap=2.0), ValueError, "keeps the target's proportions"),
+    ],
+)
+def test_budgets_are_refused(budget, rule, error, says):
+    target, draft = table_pair(5)
+    with pytest.raises(error, match=says):
+        speculative_generate(target, torch.ones(2, 1).long(), assistant_model=draft, rule=rule, budget=budget)
+
+
+# -- what is refused
 
 REFUSED = [
     *((lambda x=x: Cactus(x, "kl"), ValueError, "delta") for x in (-1.0, float("nan"), float("inf"))),
