@@ -48,14 +48,17 @@ class ByRatio:
         recovered = (q * beyond(weight * s) - p * beyond(weight)).clamp(min=0)
         return torch.zeros_like(reject).scatter(-1, self.order, recovered), z > 0
 
-    def clip_at_cap(self, cap: float):
-        """b and c of the law clip(p, b q, c q) with c = cap."""
+    def clip(self, form: str, strength: float):
+        """b and c, [..., 1] each, of the law P = clip(p, b q, c q): with c = strength (form "cap"), c / b = strength ("price"),
+        or KL(q || P) = strength or less, where nothing that q can emit is rejected ("kl")."""
+        solve = {"cap": self._at_cap, "price": self._at_price, "kl": self._at_kl}[form]
+        return solve(strength)
+
+    def _at_cap(self, cap):
         c = torch.full_like(self.ratio[..., :1], cap)
         return self._lower(c), c
 
-    def clip_at_price(self, price: float):
-        """b and c of the law clip(p, b q, c q) with c / b = price."""
-
+    def _at_price(self, price):
         def excess(b):
             at_b, at_c = self._place(b), self._place(b * price)
             (p_below, q_below, _), (p_above, q_above, _) = _at(self.heads, at_b), _at(self.tails, at_c)
@@ -65,9 +68,7 @@ class ByRatio:
         b = _bisect(excess, one / price, one)
         return b, b * price
 
-    def clip_at_kl(self, kl: float):
-        """b and c of the law P = clip(p, b q, c q) with KL(q || P) = kl, or the draft itself where it is that close."""
-
+    def _at_kl(self, kl):
         def excess(c):
             b = self._lower(c)
             at_b, at_c = self._place(b, right=True), self._place(c)

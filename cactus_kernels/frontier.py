@@ -209,18 +209,18 @@ def _figures(p, q, token, rules):
     """Of rows p, q float64 [n, V] and the text's tokens [n, 1]: figures of the rules [R, 6, n], mean KL of the interpolations
     [W, n], and the probability that draft and target give the tokens [2, n]."""
     positions = law.Positions(p, q)
+    of_token = torch.stack([x.gather(1, token)[:, 0] for x in (p, q)])
+    p, q = positions.p, positions.q
+    # Where the text's tokens stand in the columns that are left; one that is not there has probability 0.
+    place = torch.searchsorted(positions.columns, token).clamp(max=p.shape[1] - 1)
+    absent = positions.columns[place] != token
     figures = []
     for rule in rules:
         emitted, accepted = positions.law(rule)
-        divergences = (
-            law.kl(emitted, q),
-            law.kl(q, emitted),
-            law.total_variation(emitted, q),
-            law.chi_square(emitted, q),
-        )
-        figures.append(torch.stack([accepted, *divergences, -emitted.gather(1, token)[:, 0].log()]))
+        nll = -emitted.gather(1, place).masked_fill(absent, 0)[:, 0].log()
+        figures.append(torch.stack([accepted, *law.divergences(emitted, q), nll]))
     interpolations = torch.stack([law.kl(w * q + (1 - w) * p, q) for w in WEIGHTS])
-    return torch.stack(figures), interpolations, torch.stack([x.gather(1, token)[:, 0] for x in (p, q)])
+    return torch.stack(figures), interpolations, of_token
 
 
 def _summary(curves, figures, interpolations, of_token, lengths, complete):

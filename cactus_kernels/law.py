@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from .by_ratio import ByRatio
 from .race_torch import CHUNK
-from .rules import Coupled, Mentored, Optimal, resolve_rule
+from .rules import Coupled, resolve_rule
 
 
 def emitted(p, q, rule) -> torch.Tensor:
@@ -38,7 +38,8 @@ def emitted(p, q, rule) -> torch.Tensor:
     Raises:
         ValueError: shapes differ or are not [V] or [N, V], a strength for each request, bad probabilities, no draft mass.
     """
-    return Positions(p, q).law(rule)[0]
+    positions = Positions(p, q)
+    return positions.full(positions.law(rule)[0])
 
 
 def acceptance(p, q, rule) -> float | torch.Tensor:
@@ -81,65 +82,60 @@ def chi_square(a, b) -> float | torch.Tensor:
 
 
 class Positions:
-    """Draft and target rows whose laws under several rules are asked for: they are checked and sorted once."""
+    """Draft and target rows whose laws under several rules are asked for: they are checked and sorted once.
+
+    Of rows that were truncated, most columns are 0 in all of them, for p and q alike: those are left out. `columns` int64 [K]
+    are the tokens that are left, `p` and `q` their probabilities, float64 [..., K].
+    """
 
     def __init__(self, p, q):
         """p, q: as in `emitted`."""
-        self.p, self.q = (x.clamp(max=1) for x in _pair(p, q))
+        p, q = (x.clamp(max=1) for x in _pair(p, q))
+        self.vocab_size = p.shape[-1]
+        self.columns = ((p > 0) | (q > 0)).view(-1, self.vocab_size).any(0).nonzero().squeeze(1)
+        self.p, self.q = (p, q) if len(self.columns) == self.vocab_size else (x[..., self.columns] for x in (p, q))
         self.drafted = self.p / self.p.sum(-1, keepdim=True)
 
     def law(self, rule):
-        """The emitted law and the probability of acceptance under a rule, float64 [..., V] and [...]."""
+        """The emitted law and the probability of acceptance under a rule, float64 [..., K] and [...]."""
         rule = resolve_rule(rule)
         if any(isinstance(s, torch.Tensor) for s in rule.strengths):
             raise ValueError(f"the law is that of one position: give {rule.name} a number, not one strength a request")
         if isinstance(rule, Coupled):
             return self.q / self.q.sum(-1, keepdim=True), self._coupled()
-        p, q = self.p, self.q
-        if isinstance(rule, (Optimal, Mentored)):
-            s, c = self._multipliers(rule)
-            h = c * q
+        if rule.solved:
+            stat = self._by_ratio.clip(rule.form, *rule.strengths)
         else:
             stat = tuple(self._statistic(name) for name in rule.statistics) or None
-            h = rule.h(q, q, p, True, stat, *rule.strengths)
-            one = torch.ones_like(q) if rule.subtracts_draft else q
-            s = rule.h(one, q, p, False, stat, *rule.strengths)
+        p, q = self.p, self.q
+        h = rule.h(q, q, p, True, stat, *rule.strengths)
+        # What recovery reads is q times a number s_n; or, where it does not take p off, weights that are the same for all n.
+        r = rule.h(torch.ones_like(q) if rule.subtracts_draft else q, q, p, False, stat, *rule.strengths)
         accepted = self.drafted * torch.where(p > 0, (h / p).clamp(max=1), 1.0)
         reject = self.drafted - accepted
-        recovered = self._from_residual(reject, s) if rule.subtracts_draft else _without(reject, s)
+        recovered = self._from_residual(reject, r) if rule.subtracts_draft else _without(reject, r)
         return accepted + recovered, accepted.sum(-1)
 
-    def _multipliers(self, rule):
-        """b and c, [..., 1], of a rule that emits clip(p, b q, c q)."""
-        (strength,) = rule.strengths
-        if isinstance(rule, Mentored):
-            return self._by_ratio.clip_at_kl(strength)
-        return (self._by_ratio.clip_at_price if rule.cap is None else self._by_ratio.clip_at_cap)(strength)
+    def full(self, law):
+        """A law [..., K] over the whole vocabulary, [..., V]."""
+        if law.shape[-1] == self.vocab_size:
+            return law
+        return law.new_zeros(*law.shape[:-1], self.vocab_size).index_copy(-1, self.columns, law)
 
     def _statistic(self, name):
         """A row statistic, as in `row_statistics`, in float64: [..., 1]."""
-        q, V = self.q, self.q.shape[-1]
+        q, V = self.q, self.vocab_size
         if name == "largest":
             return q.amax(-1, keepdim=True)
         if name in ("entropy", "relative entropy"):
             entropy = -torch.where(q > 0, q * q.log(), 0.0).sum(-1, keepdim=True)
             return entropy if name == "entropy" else entropy / math.log(V) if V > 1 else 0 * entropy
         if name[0] == "k-th largest":
-            k = name[1]
-            return q.topk(k, -1)[0][..., -1:] if k <= V else torch.zeros_like(q[..., :1])
+            return q.topk(name[1], -1)[0][..., -1:] if name[1] <= q.shape[-1] else torch.zeros_like(q[..., :1])
         raise ValueError(f"the law does not know the statistic {name!r}")
 
-    def _coupled(self):
-        """The probability that draft and target draw the same token with the same noise, [...].
-
-        Their races are between chunks of tokens first, then in the winning chunk, each with its own noise; in two different
-        chunks they cannot draw the same token.
-        """
-        p, q = (pad(x, (0, -x.shape[-1] % CHUNK)).unflatten(-1, (-1, CHUNK)) for x in (self.p, self.q))
-        return (_both_win(p.sum(-1), q.sum(-1)) * _both_win(p, q).sum(-1)).sum(-1)
-
     def _from_residual(self, reject, s):
-        """The mass that recovery adds to each token: the sum over n of reject_n norm((s_n q - p)+), [..., V]."""
+        """The mass that recovery adds to each token: the sum over n of reject_n norm((s_n q - p)+), [..., K]."""
         if (s == s[..., :1]).all():
             w = (s[..., :1] * self.q - self.p).clamp(min=0)
             z = w.sum(-1, keepdim=True)
@@ -148,6 +144,16 @@ class Positions:
             recovered, some = self._by_ratio.recovered(reject, s)
         # Without a residual the token comes from h without n, which is q without n.
         return recovered + _without(torch.where(some, 0.0, reject), self.q)
+
+    def _coupled(self):
+        """The probability that draft and target draw the same token with the same noise, [...].
+
+        Their races are between chunks of tokens first, then in the winning chunk, each with its own noise; in two different
+        chunks they cannot draw the same token.
+        """
+        p, q = (self.full(x) for x in (self.p, self.q))
+        p, q = (pad(x, (0, -self.vocab_size % CHUNK)).unflatten(-1, (-1, CHUNK)) for x in (p, q))
+        return (_both_win(p.sum(-1), q.sum(-1)) * _both_win(p, q).sum(-1)).sum(-1)
 
     @cached_property
     def _by_ratio(self):

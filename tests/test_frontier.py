@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import exact
 import numpy as np
@@ -10,9 +11,26 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+from test_law_optimal import assert_no_less_than_least
 
-from cactus_kernels import cli, frontier, frontier_report, runs
-from cactus_kernels.rules import Cactus, Capped, Interpolation, Optimal, SpS, Typical
+from cactus_kernels import cli, frontier, frontier_report, law, runs
+from cactus_kernels.rules import (
+    AdaptiveCactus,
+    Cactus,
+    Capped,
+    Coupled,
+    Interpolation,
+    Mentored,
+    Optimal,
+    SpS,
+    TopK,
+    Typical,
+)
+
+WRITTEN = {
+    rule.__name__: rule
+    for rule in (AdaptiveCactus, Cactus, Capped, Coupled, Interpolation, Mentored, Optimal, SpS, TopK, Typical)
+}
 
 CURVES = {"sps": [SpS()], "cactus": [Cactus(0.01), Cactus(0.25)], "typical": [Typical(0.3)]}
 
@@ -107,6 +125,47 @@ def test_figures_are_those_of_laws_worked_out_anew(pair, documents, sampling, mo
         for m in (1, 4, 16):
             expected = windows(np.split(np.array(accepted), [18]), m)
             assert point.tokens_per_forward[m - 1] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.6, "top_k": 20, "top_p": 0.95}], ids=["plain", "truncated"])
+def test_at_positions_of_the_embedded_pair_nothing_beats_optimal(pair, documents, sampling):
+    settings = frontier.Settings(positions=100, **sampling)
+    p, q = [], []
+    for tokens, first in frontier._pieces(pair, documents[:1], settings):
+        for rows, some in zip((p, q), frontier._rows(pair, tokens, first, settings), strict=True):
+            rows.append(some.double().softmax(-1))
+    p, q = torch.cat(p)[:100], torch.cat(q)[:100]
+    assert len(p) == 100
+    positions = law.Positions(p, q)
+    points = []
+    for rule in (rule for some in frontier.CURVES.values() for rule in some):
+        P, accepted = positions.law(rule)
+        assert_no_less_than_least(p, q, P, accepted)
+        points.append((rule, law.divergences(P, q).kl.mean().item(), accepted.mean().item()))
+    assert_none_below_the_constant_prices(points)
+
+
+def assert_none_below_the_constant_prices(points):
+    """points: rule, mean KL, mean acceptance. See docs/law.md: at price k, KL - ln(k) acceptance is least."""
+    prices = [(rule.price, kl, accepted) for rule, kl, accepted in points if getattr(rule, "price", None)]
+    assert len(prices) > 10
+    for price, best_kl, best_accepted in prices:
+        for rule, kl, accepted in points:
+            assert kl - np.log(price) * accepted >= best_kl - np.log(price) * best_accepted - 1e-7, rule
+
+
+RESULTS = sorted((Path(__file__).parents[1] / "benchmarks" / "results").glob("frontier-*.json"))
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
+def test_the_stored_results_keep_what_is_proved(file):
+    value = json.loads(file.read_text())
+    assert value["complete"] and value["positions"] == 500
+    points = [
+        (eval(x["rule"], WRITTEN), math.inf if x["kl"] is None else x["kl"], x["acceptance"]) for x in value["points"]
+    ]
+    assert_none_below_the_constant_prices(points)
 
 
 def test_no_document_is_long_enough_for_the_longest_drafts():
@@ -273,4 +332,4 @@ def test_what_is_recommended():
 )
 def test_rules_are_written_as_in_python(rule, written):
     assert frontier._written(rule) == written
-    assert repr(eval(written)) == repr(rule)
+    assert repr(eval(written, WRITTEN)) == repr(rule)

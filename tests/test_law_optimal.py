@@ -50,7 +50,7 @@ def least(p, q, acceptance):
 
     def solve(rising):
         low, high = np.full((len(p), 1), 1e-300), np.full((len(p), 1), 1e300)
-        for _ in range(200):
+        for _ in range(70):
             middle = np.sqrt(low) * np.sqrt(high)
             above = rising(middle) > 0
             low, high = np.where(above, low, middle), np.where(above, middle, high)
