@@ -157,6 +157,16 @@ def test_at_delta_0_and_the_like_every_law_is_that_of_sps(truncated):
     np.testing.assert_allclose(accepted, torch.minimum(p, q).sum(1), atol=1e-14)
 
 
+@pytest.mark.parametrize("truncated", [False, True])
+def test_laws_lie_between_draft_and_target(truncated):
+    """The lemma of docs/law.md, for every rule but the two that take no account of p, which break it."""
+    p, q = model_rows(200, 50, 7, truncated)
+    for rule in LOSSY:
+        P = law.emitted(p, q, rule)
+        outside = (P < torch.minimum(p, q) - 1e-12) | (P > torch.maximum(p, q) + 1e-12)
+        assert outside.any() == isinstance(rule, (Typical, TopK)), rule
+
+
 def test_what_coupling_costs():
     """Shared noise meets less often than min(p, q) allows, and at least (1 - TV) / (1 + TV) of the time."""
     p, q = model_rows(500, 300, 4)

@@ -44,16 +44,16 @@ def test_figures_of_the_worst_case(V):
         assert exact.kl(p, q) == pytest.approx(said, abs=0.005)
 
 
-@pytest.mark.parametrize("delta", [0.05, 1.0])
-def test_optimisation_finds_no_worse_pair(delta):
-    """All pairs of three tokens, searched by differential evolution on their logits."""
+@pytest.mark.parametrize(("V", "delta"), [(2, 0.25), (3, 0.05), (3, 1.0)])
+def test_optimisation_finds_no_worse_pair(V, delta):
+    """All pairs of two or three tokens, searched by differential evolution on their logits."""
 
     def gain(logits):
-        p, q = (np.exp(x - x.max()) / np.exp(x - x.max()).sum() for x in logits.reshape(2, 3))
+        p, q = (np.exp(x - x.max()) / np.exp(x - x.max()).sum() for x in logits.reshape(2, V))
         return -exact.kl(exact.emitted(p, q, delta), q)
 
-    found = -differential_evolution(gain, [(-12, 0)] * 6, seed=1, maxiter=200, popsize=10, tol=1e-8).fun
-    p, q = worst_pair(3, delta)
+    found = -differential_evolution(gain, [(-12, 0)] * (2 * V), seed=1, maxiter=200, popsize=10, tol=1e-8).fun
+    p, q = worst_pair(V, delta)
     assert found == pytest.approx(exact.kl(p, q), rel=2e-3) and found <= exact.kl(p, q) + 1e-9
 
 
