@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -149,27 +150,25 @@ def measure(pair: runs.Pair, documents: list[str], settings: Settings, progress=
     """
     curves = CURVES if curves is None else curves
     rules = [rule for some in curves.values() for rule in some]
-    done, lengths, complete = [], [], False
+    done, count, complete = [], 0, False
     try:
-        for tokens, first in _pieces(pair, documents, settings):
-            left = settings.positions - sum(lengths)
-            if not left:
-                break
-            tokens = tokens[: first + left]
-            lengths.append(0)
+        for piece, (tokens, first) in enumerate(_pieces(pair, documents, settings)):
+            tokens = tokens[: first + settings.positions - count]
             rows = _rows(pair, tokens, first, settings)
             size = max(1, ELEMENTS // rows[0].shape[1])
-            for p, q, token in zip(*(x.split(size) for x in (*rows, tokens[first:])), strict=True):
-                done.append(_figures(p.double().softmax(-1), q.double().softmax(-1), token[:, None], rules))
-                lengths[-1] += len(token)
-                progress("measuring", sum(lengths) / settings.positions)
+            for p, q, token in zip(*(x.split(size) for x in (*rows, tokens[first:].cpu())), strict=True):
+                done.append((piece, *_figures(p.double().softmax(-1), q.double().softmax(-1), token[:, None], rules)))
+                count += len(token)
+                progress("measuring", count / settings.positions)
+            if count == settings.positions:
+                break
         complete = True
     except KeyboardInterrupt:
         if not done:
             raise
     if not done:
         raise ValueError("the text gives no position to measure at: it has no document of two tokens")
-    return _summary(curves, *(torch.cat(x, dim=-1) for x in zip(*done, strict=True)), lengths, complete)
+    return _summary(curves, done, complete)
 
 
 def _pieces(pair, documents, settings):
@@ -223,7 +222,14 @@ def _figures(p, q, token, rules):
     return torch.stack(figures), interpolations, of_token
 
 
-def _summary(curves, figures, interpolations, of_token, lengths, complete):
+def _summary(curves, done, complete):
+    """done: for each chunk of positions, the number of its piece of text and what `_figures` gave."""
+    pieces, *parts = zip(*done, strict=True)
+    lengths = Counter()
+    for piece, part in zip(pieces, parts[-1], strict=True):
+        lengths[piece] += part.shape[1]
+    lengths = list(lengths.values())
+    figures, interpolations, of_token = (torch.cat(x, dim=-1) for x in parts)
     scored = (of_token > 0).all(0)
     p, q = of_token[:, scored]
     interpolations = interpolations.mean(1)
@@ -242,7 +248,7 @@ def _summary(curves, figures, interpolations, of_token, lengths, complete):
                 tokens_per_forward=_tokens_per_forward(of_rule[0].split(lengths)),
                 nll=nll.mean().item(),
                 nll_gain=gain.mean().item(),
-                nll_gain_error=gain.std().item() / math.sqrt(len(gain)),
+                nll_gain_error=gain.std().item() / math.sqrt(len(gain)) if len(gain) > 1 else math.nan,
                 nll_interpolation=None if w is None else -(w * q + (1 - w) * p).log().mean().item(),
             )
         )
