@@ -13,6 +13,7 @@ import numpy as np
 
 from .race_torch import ONE
 
+BLOCK = 1 << 14  # entries handled at once: few enough for the cache
 STEPS = 64  # at most; ten are much
 
 
@@ -58,13 +59,11 @@ def solve(p, q, strength, form):
 
 
 def at_cap(p, q, cap):
-    x = cap * q
-    rejected = fixed(np.maximum(p - x, np.float32(0))).sum()
+    rejected = sum(fixed(np.maximum(x - cap * y, np.float32(0))).sum() for x, y in _blocks(p, q))
     b = np.float32(1)
     for _ in range(STEPS):
-        recovered = b * q > p
-        p, q = p[recovered], q[recovered]  # b decreases, so that no other token comes in
-        lower = np.float32(np.float64(fixed(p).sum() + rejected) / np.float64(fixed(q).sum()))
+        (p_s, q_s), _ = _sums(p, q, b)
+        lower = np.float32(np.float64(p_s + rejected) / np.float64(q_s))
         if not lower < b:
             break
         b = lower
@@ -75,11 +74,7 @@ def at_price(p, q, price):
     one = np.float32(1)
     low, high, b = one / price, one, one
     for _ in range(STEPS):
-        x = b * q
-        recovered = x > p
-        rejected = p > (b * price) * q
-        p_s, q_s = fixed(p[recovered]).sum(), fixed(q[recovered]).sum()
-        p_t, q_t = fixed(p[rejected]).sum(), fixed(q[rejected]).sum()
+        (p_s, q_s), (p_t, q_t) = _sums(p, q, b, b * price)
         up = np.float64(p_s + p_t)
         down = np.float64(q_s) + np.float64(price) * np.float64(q_t)
         newton = np.float32(up / down)
@@ -93,6 +88,22 @@ def at_price(p, q, price):
         if not low < b < high:
             break
     return b
+
+
+def _sums(p, q, b, c=None):
+    """The sums of p and q over S, where b q > p, and over T, where p > c q (0 without a c): int64."""
+    over_s, over_t = np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int64)
+    for x, y in _blocks(p, q):
+        s = b * y > x
+        over_s += fixed(x * s).sum(), fixed(y * s).sum()
+        if c is not None:
+            t = x > c * y
+            over_t += fixed(x * t).sum(), fixed(y * t).sum()
+    return over_s, over_t
+
+
+def _blocks(p, q):
+    return ((p[i : i + BLOCK], q[i : i + BLOCK]) for i in range(0, len(p), BLOCK))
 
 
 def fixed(x):

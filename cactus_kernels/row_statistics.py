@@ -14,10 +14,13 @@ import math
 import numpy as np
 import torch
 
+from . import numpy_language
 from .rows_torch import GROUP
-from .rules.elementary import log
+from .rules import bind, elementary
 
 ONE = 2.0**40  # of a term of H: at most 1/e, so that any sum of 2^23 stays below 2^63
+BLOCK = 1 << 14  # entries handled at once: few enough for the cache
+_log = bind(elementary.log, numpy_language)
 
 
 def compute(names, target, drafted):
@@ -55,14 +58,19 @@ def of_rows(statistic, q):
 
 def entropy(q):
     """fp32 [R], nats."""
-    if q.shape[1] <= 4096:  # many short rows
-        return _entropy(q)
-    return torch.cat([_entropy(row[row > 0][None]) for row in q])  # few are left of a row that was truncated
+    q = q.cpu().numpy()
+    if q.shape[1] <= BLOCK:
+        sums = _terms(np.where(q > 0, q, np.float32(1))).sum(1)
+    else:
+        rows = (row[row > 0] for row in q)  # few are left of a row that was truncated
+        blocks = ((row[i : i + BLOCK] for i in range(0, len(row), BLOCK)) for row in rows)
+        sums = np.array([sum(_terms(x).sum() for x in row) for row in blocks], dtype=np.int64)
+    return torch.from_numpy(sums.astype(np.float32) * np.float32(1 / ONE))
 
 
-def _entropy(q):
-    q = torch.where(q > 0, q, 1.0)
-    return -(q * log(q) * ONE).long().sum(1).float() * (1 / ONE)
+def _terms(q):
+    """Of a block of positive q: int64."""
+    return -(q * _log(q) * np.float32(ONE)).astype(np.int64)
 
 
 def scale(vocab_size):
