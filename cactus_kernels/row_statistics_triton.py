@@ -10,7 +10,7 @@ from . import row_statistics, rows_torch, rules
 from .rules import elementary
 
 ONE = tl.constexpr(row_statistics.ONE)
-BLOCK = 4096
+BLOCK = 2048
 _log = rules.bind(elementary.log, tl, triton.jit)
 
 

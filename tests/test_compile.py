@@ -5,6 +5,7 @@ the target, and the launch stops at the compiled kernel. In a process of its own
 triton is imported, with a cache of its own, since what is to be measured is this source.
 """
 
+import importlib
 import importlib.metadata
 import json
 import os
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from cactus_kernels import Cactus, VerifyOutput, rows
-from cactus_kernels.rules import AdaptiveCactus, Rule, SpS, TopK, Typical, m
+from cactus_kernels.rules import AdaptiveCactus, Optimal, Rule, SpS, TopK, Typical, m
 from cactus_kernels.verify import Inputs
 
 TARGETS = {
@@ -146,6 +147,9 @@ def ways():
         "a statistic": Inputs(**padded | {"rule": AdaptiveCactus(torch.ones(2))}),
         "two statistics, flat": Inputs(**flat | {"rule": Typical()}),
         "the k-th largest": Inputs(**padded | {"rule": TopK(10), "target": q.bfloat16()}),
+        "solved where rejected": Inputs(**padded | {"rule": Optimal(cap=torch.full((2,), 1.5))}),
+        "solved where drafted, flat": Inputs(**flat | {"rule": Optimal(price=2.0)}),
+        "a budget": Inputs(**padded | {"rule": AdaptiveCactus(0.5), "budget": torch.ones(2).double()}),
         "two dtypes and two sizes": Inputs(**padded | {"target": q[..., :50_000].bfloat16()}),
         "no drafts": rows._inputs(q[:, 0], 5, numbers),
         "one token, one request": Inputs(
@@ -160,8 +164,12 @@ def ways():
 
 
 WAYS = ways()
-# The kernels of row statistics.
-STATISTICS = ("entropy_kernel", "kth_largest_kernel")
+# Kernels that run before verification, and their modules.
+STATISTICS = {
+    "entropy_kernel": "row_statistics_triton",
+    "kth_largest_kernel": "row_statistics_triton",
+    "clip_kernel": "clip_triton",
+}
 
 
 def compile_all(target):
@@ -169,7 +177,7 @@ def compile_all(target):
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    from cactus_kernels import row_statistics_triton, verify_triton
+    from cactus_kernels import verify_triton
 
     class Driver:
         def get_current_target(self):
@@ -194,9 +202,10 @@ def compile_all(target):
     driver.set_active(Driver())
     verify_triton.verify_kernel = Kernel(verify_triton.verify_kernel)
     statistics = {}
-    for name in STATISTICS:
-        statistics[name] = Kernel(getattr(row_statistics_triton, name))
-        setattr(row_statistics_triton, name, statistics[name])
+    for name, module in STATISTICS.items():
+        module = importlib.import_module(f"cactus_kernels.{module}")
+        statistics[name] = Kernel(getattr(module, name))
+        setattr(module, name, statistics[name])
     numbers = torch.zeros(2, dtype=torch.int64)
     batches = {}
     for dtype_name, dtype in DTYPES.items():
@@ -208,7 +217,7 @@ def compile_all(target):
     for name, inputs in (batches | (WAYS if target == "sm_90" else {})).items():
         B, width = inputs.batch_size, inputs.max_draft_tokens + 1
         ids = torch.zeros(B, width, dtype=inputs.draft_token_ids.dtype)
-        out = VerifyOutput(ids, torch.zeros(B, dtype=torch.int32), torch.zeros(B).bool())
+        out = VerifyOutput(ids, torch.zeros(B, dtype=torch.int32), torch.zeros(B).bool(), torch.zeros(B).double())
         verify_triton.verify(inputs, out, verify_triton.new_scratch(B, "cpu"))
         asm = verify_triton.verify_kernel.compiled.asm
         figures[name] = of_amd(asm["amdgcn"]) if "amdgcn" in asm else of_nvidia(asm)

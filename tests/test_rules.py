@@ -8,7 +8,7 @@ from models import table_pair
 from test_law import DRAWS, emitted_tokens, p_value, pair
 from test_law_theory import sequence_law
 
-from cactus_kernels import draw, embedded_pair, row_statistics, speculative_generate
+from cactus_kernels import check, draw, embedded_pair, row_statistics, speculative_generate
 from cactus_kernels.rules import (
     RULES,
     AdaptiveCactus,
@@ -259,6 +259,46 @@ def test_coupled_gives_one_text_with_speculation_off_and_on():
             )
             assert torch.equal(out.sequences, plain)
             assert out.stats.acceptance_rate > (0.1 if assistant is draft else 0.9)
+
+
+# -- a rule of one's own
+
+
+def too_much_h(q, q_n, p_n, is_drafted, stat):
+    return m.where(is_drafted, m.minimum(2.0 * q_n, 1.0), q)
+
+
+def negative_h(q, q_n, p_n, is_drafted, stat):
+    return q - 0.01
+
+
+class Own(Rule):
+    name = "own"
+
+    def __init__(self, h):
+        self.h = h
+
+
+def test_check_rule():
+    for rule in (SpS(), Cactus(0.3), Cactus(0.3, "kl"), AdaptiveCactus(0.3)):
+        check.check_rule(rule, cases=2)
+    for rule in (Capped(2.0), Interpolation(0.3), Typical(0.2), TopK(3), Optimal(cap=1.5)):
+        check.check_rule(rule, distribution=False, cases=2)
+    check.check_rule(Own(too_much_h), distribution=False, cases=0)
+    with pytest.raises(ValueError, match="must sum to 1"):
+        check.check_rule(Own(too_much_h))
+    with pytest.raises(ValueError, match="h_n must be in"):
+        check.check_rule(Own(negative_h))
+    with pytest.raises(TypeError, match="floats"):
+        check.check_rule(Cactus(torch.ones(2)))
+    with pytest.raises(TypeError, match="must be a Rule"):
+        check.check_rule("sps")
+
+
+def test_check_rule_sees_backends_that_differ(monkeypatch):
+    monkeypatch.setattr(check, "parity", lambda case, second: "tokens")
+    with pytest.raises(ValueError, match=r"differ on fuzz_case\(0\)"):
+        check.check_rule(SpS(), second=("torch", "cpu"))
 
 
 # -- a budget for a sequence
