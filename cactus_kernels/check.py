@@ -180,7 +180,7 @@ def _check_body(rule, distribution):
 
 def _interpreted():
     try:
-        from .verify_triton import INTERPRETED
+        from .race_triton import INTERPRETED
     except ImportError:
         return False
     return INTERPRETED

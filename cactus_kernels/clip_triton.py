@@ -8,6 +8,7 @@ import triton.language as tl
 
 from . import clip
 from .row_statistics_triton import _drafted_row, _is_bad
+from .rows_triton import dense, row_strides
 
 ONE = tl.constexpr(clip.ONE)
 STEPS = tl.constexpr(clip.STEPS)
@@ -105,13 +106,13 @@ def compute(inputs, at=None):
     target, draft, ids, flat = inputs.target, inputs.draft, inputs.draft_token_ids, inputs.cu_draft_tokens is not None
     out = torch.ones((2, math.prod(target.shape[:-1])), device=target.device)
     strides = (target.stride(0), target.stride(0) if flat else target.stride(1))
-    strides += (0, 0) if draft is None else (0, draft.stride(0)) if flat else draft.stride()[:2]
+    strides += (0, 0) if draft is None else row_strides(draft, flat)
     strides += (0, ids.stride(0)) if flat else ids.stride()
-    (strength,) = (s.contiguous() if isinstance(s, torch.Tensor) else s for s in inputs.rule.strengths)
+    (strength,) = map(dense, inputs.rule.strengths)
     if inputs.max_draft_tokens:
         with torch.cuda.device_of(target):
             clip_kernel[inputs.batch_size, inputs.max_draft_tokens](
-                out, strength, at, target, draft, ids, inputs.cu_draft_tokens.contiguous() if flat else None, strides,
+                out, strength, at, target, draft, ids, dense(inputs.cu_draft_tokens), strides,
                 out.shape[1], ids.numel(), inputs.max_draft_tokens, inputs.vocab_size, inputs.draft_vocab_size,
                 CAP=inputs.rule.form == "cap", PER_REQUEST=isinstance(strength, torch.Tensor), BLOCK=BLOCK, num_warps=8,
                 enable_fp_fusion=False,

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from . import row_statistics, rows_torch, rules
+from .rows_triton import dense, span_of
 from .rules import elementary
 
 ONE = tl.constexpr(row_statistics.ONE)
@@ -26,14 +27,12 @@ def _is_bad(x):
 def _drafted_row(target, cu_draft_tokens, strides, N, m):
     """The target row of this program's position: (drafted, pointer, its number among all, its number by the strides)."""
     request, j = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    start, length = request * 0, request * 0 + m
-    index = request * (m + 1) + j
-    if cu_draft_tokens is not None:
-        start = tl.load(cu_draft_tokens + request).to(tl.int64)
-        length = tl.load(cu_draft_tokens + request + 1).to(tl.int64) - start
-        length = tl.where((start < 0) | (length < 0) | (start + length > N) | (length > m), 0, length)
-        index = start + request + j
+    start, length, _ = span_of(request, cu_draft_tokens, N, m)
     row = start + j
+    if cu_draft_tokens is None:
+        index = row + request * (m + 1)
+    else:
+        index = row + request
     return j < length, target + request * strides[0] + row * strides[1], index, row
 
 
@@ -100,8 +99,7 @@ def compute(inputs):
     out = torch.full((len(names), math.prod(target.shape[:-1])), float("nan"), device=target.device)
     strides = (target.stride(0), target.stride(0) if flat else target.stride(1))
     N, m, V = inputs.draft_token_ids.numel(), inputs.max_draft_tokens, inputs.vocab_size
-    cu_draft_tokens = inputs.cu_draft_tokens.contiguous() if flat else None
-    rows = (target, cu_draft_tokens, strides, N, m, V)
+    rows = (target, dense(inputs.cu_draft_tokens), strides, N, m, V)
     given = dict(zip(names, out, strict=True))
     options = {"BLOCK": BLOCK, "num_warps": 8, "enable_fp_fusion": False}
     with torch.cuda.device_of(target):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from . import clip, numpy_language, philox, race_torch, row_statistics, rules
-from .rows_torch import COLUMNS, GROUP, LogitRows, ProbRows, reduced, settings_of
+from .rows_torch import COLUMNS, GROUP, LogitRows, ProbRows, Settings, reduced
 
 # What a token is drawn from: the target row; the residual (h - p)+; or h without the drafted token, where rounding or
 # bad input left no residual.
@@ -203,8 +203,8 @@ def _target_rows(inputs, num_drafted, first):
 
     def index(request, position):
         if first is None:
-            return request, np.minimum(position, rows.shape[1] - 1)
-        return (np.minimum(first[request] + request * has_bonus + position, len(rows) - 1),)
+            return request, position.clip(max=rows.shape[1] - 1)
+        return ((first[request] + request * has_bonus + position).clip(max=len(rows) - 1),)
 
     if inputs.sampling is None:
         return ProbRows(rows, index)
@@ -221,10 +221,10 @@ def _draft_rows(inputs, n, first):
 
     def index(request, position):
         if row_map is not None:
-            return row_map[request], np.minimum(position, rows.shape[1] - 1)
+            return row_map[request], position.clip(max=rows.shape[1] - 1)
         if first is None:
-            return request, np.minimum(position, rows.shape[1] - 1)
-        return (np.minimum(first[request] + position, len(rows) - 1),)
+            return request, position.clip(max=rows.shape[1] - 1)
+        return ((first[request] + position).clip(max=len(rows) - 1),)
 
     if inputs.draft_stats is not None:
         return LogitRows(rows, index, _host(inputs.draft_stats.packed, np.float32), index)

@@ -13,30 +13,32 @@ import torch
 import triton
 import triton.language as tl
 
-from . import clip_triton, philox, race_torch, row_statistics_triton, rows_torch, rules, verify_torch
+from . import clip_triton, philox, race_torch, row_statistics_triton, rules, verify_torch
+from .race_triton import BAD, CHUNK, LOWEST, ONE, race, row_at, stream_of, uniform
+from .row_statistics_triton import _is_bad
+from .rows_triton import (
+    BLOCKS,
+    NUM_WARPS,
+    dense,
+    is_aligned,
+    lanes,
+    load_stats,
+    prob,
+    reduce_rows,
+    row_strides,
+    span_of,
+    with_scratch,
+)
 from .rules import Capped
+from .sampling import COLUMNS
 
-MAX_PROB = tl.constexpr(rows_torch.MAX_PROB)
 TARGET, RESIDUAL, REST = (
     tl.constexpr(kind) for kind in (verify_torch.TARGET, verify_torch.RESIDUAL, verify_torch.REST)
 )
-ACCEPT, SEED = tl.constexpr(philox.ACCEPT), tl.constexpr(philox.SEED)
-LOG_0, LOG_1, LOG_2, LOG_3, LOG_4, LOG_5, LOG_6, LOG_7 = (tl.constexpr(c) for c in philox.LOG)
-LN2, BELOW_SQRT_HALF = tl.constexpr(philox.LN2), tl.constexpr(philox.BELOW_SQRT_HALF)
-SQRT_HALF_BITS = tl.constexpr(philox.SQRT_HALF_BITS)
-BELOW_ONE = tl.constexpr(1 - 2**-24)
-# Race words are int64: the bits of a key > 0 (fp32, so their order is that of the keys), then LOWEST ^ index, so that
-# ties go to the lowest index. 0: nothing to win. BAD beats every key: a value that counts is bad.
-LOWEST = tl.constexpr(2**31 - 1)  # in the interpreter a constexpr must not stand on the left of an operator
-BAD = tl.constexpr(2**63 - 1)
+ACCEPT = tl.constexpr(philox.ACCEPT)
+SPLIT_CHUNKS = tl.constexpr(256)  # chunks one block can hold sums of: V <= 262,144 in one split
 MOST, UNIT = tl.constexpr(rules.MOST), tl.constexpr(rules.UNIT)
 _spend, _cap = (rules.bind(f, tl, triton.jit) for f in (rules.spend, rules.cap))
-SPLIT_CHUNKS = tl.constexpr(256)  # chunks one block can hold sums of: V <= 262,144 in one split
-
-
-@triton.jit
-def _is_bad(x):
-    return ((x >= 0.0) & (x <= MAX_PROB)) == 0
 
 
 @triton.jit
@@ -155,7 +157,8 @@ def _chunk_weights(
     """fp32 weights of one chunk [CHUNK]. Rows end at q_end and p_end: a p_end of 0 leaves the rest, h without n."""
     n, q_at_n, p_at_n = drafted
     token = chunk * CHUNK + tl.arange(0, CHUNK)
-    w = tl.load(q_row + token, mask=token < q_end, other=0.0).to(tl.float32)
+    q_row, p_row, q_stats, p_stats = rows
+    w = _load(q_row, token, token, token < q_end, q_stats)
     w = tl.where(n >= 0, H(w, tl.minimum(q_at_n, 1.0), tl.minimum(p_at_n, 1.0), False, *strengths), w)
     if RESIDUE == RESIDUAL:
         w -= _load(p_row, token, token, token < p_end, p_stats)
@@ -163,15 +166,15 @@ def _chunk_weights(
 
 
 @triton.jit
-def _statistics(stats, num_rows, row, mask, STATS: tl.constexpr):
-    """The statistics of target rows: a tuple of STATS fp32."""
+def _statistics(read, num_rows, row, mask, READS: tl.constexpr):
+    """What the rule reads at rows of the target beside q and p: a tuple of READS fp32."""
     found = ()
-    for k in tl.static_range(STATS):
-        found = found + (tl.load(stats + k * num_rows + row, mask=mask, other=0.0),)  # noqa: RUF005
+    for k in tl.static_range(READS):
+        found = found + (tl.load(read + k * num_rows + row, mask=mask, other=0.0),)  # noqa: RUF005
     return found
 
 
-@triton.jit(do_not_specialize=["seed", "offset", "N", "m", "num_rows", "share"])
+@triton.jit(do_not_specialize=["seed", "offset", "N", "m", "share", "slots", "num_rows"])
 def verify_kernel(
     token_ids, num_accepted, valid, spent,  # out: ids [B, m + 1], int32 [B], bool [B], float64 [B] or None
     scratch,  # int64 [B, 2]: the best word and the number of blocks that arrived, both 0 before and after
@@ -183,14 +186,16 @@ def verify_kernel(
     cu_draft_tokens,  # [B + 1] prefix sums, or None: padded
     seed, offset,  # int64 [B] or one number
     strengths,  # tuple of fp32 [B] or numbers
-    stats,  # fp32 [STATS, rows of the target], or None
+    read, num_rows,  # fp32 [READS, num_rows], what the rule reads at the rows of the target; or None
     budget,  # float64 [B], or None
     strides,  # in elements, (request, row or column) of target, draft, draft_token_ids, token_ids; num_accepted, valid
-    num_rows, N, m, V, V_draft,  # rows of the target, drafted tokens in all and at most in a request; vocabulary sizes
+    stats_strides,  # in elements, (request, row) of target_stats and draft_stats
+    N, m, V, V_draft,  # drafted tokens in all and at most in a request; vocabulary sizes
     share,  # chunks of a split, a multiple of WARPS
     PER_REQUEST: tl.constexpr,  # bit k: strength k is a tensor
+    STATS_GIVEN: tl.constexpr,  # draft_stats lie as the draft's rows do, flat or by slot; else by request
     G: tl.constexpr,  # H, or H within the budget: for tokens that are not n
-    STATS: tl.constexpr, SUBTRACTS: tl.constexpr,  # statistics that H reads; whether recovery takes the draft off
+    READS: tl.constexpr, SUBTRACTS: tl.constexpr,  # SUBTRACTS: recovery takes the draft off
     H: tl.constexpr, PICK_CHUNK: tl.constexpr, PICK_TOKEN: tl.constexpr,
     BLOCK_M: tl.constexpr, WARPS: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
@@ -248,10 +253,13 @@ def verify_kernel(
     at = position + j
     r0, r1, _, _ = tl.philox(key, tl.zeros_like(j).to(tl.uint32), ACCEPT, at.to(tl.uint32), (at >> 32).to(tl.uint32))
     stat = 0.0
-    index = row + tl.where(cu_draft_tokens is None, wide * (m + 1), wide)
-    if STATS:
-        stat = _statistics(stats, num_rows, index, j < length, STATS)
-        for k in tl.static_range(STATS):
+    if READS:
+        if cu_draft_tokens is None:
+            target_row = row + wide * (m + 1)
+        else:
+            target_row = row + wide
+        stat = _statistics(read, num_rows, target_row, ids >= 0, READS)
+        for k in tl.static_range(READS):
             bad |= (stat[k] != stat[k]) & (ids >= 0)
     h_n = H(q_n, q_n, p_n, True, stat, *values)
     if budget is not None:
@@ -262,7 +270,7 @@ def verify_kernel(
         left = tl.maximum(left - (tl.cumsum(spends, 0) - spends), 0)
         cap = _cap(left)
         h_n = tl.minimum(h_n, q_n * cap)
-    accepted = (_uniform(r0, r1) * p_n < h_n) & (ids >= 0) & (bad == 0)
+    accepted = (uniform(r0, r1) * p_n < h_n) & (ids >= 0) & (bad == 0)
     stop = tl.min(tl.where(accepted, BLOCK_M, j), 0)
     stop = tl.where(bad_request, 0, stop)
     bad_request |= tl.sum(tl.where(j == stop, bad.to(tl.int32), 0), 0) > 0
@@ -273,23 +281,28 @@ def verify_kernel(
     at = position + stop
     stream = (key, at.to(tl.uint32), (at >> 32).to(tl.uint32))
 
-    # 3. This block's share of the one row pair.
-    if STATS:
-        stat = _statistics(stats, num_rows, tl.sum(tl.where(j == stop, index, 0), 0), rejected, STATS)
+    if READS:
+        stat = _statistics(read, num_rows, tl.sum(tl.where(j == stop, target_row, 0), 0), rejected, READS)
     if budget is not None:
         cap = tl.sum(tl.where(j == stop, cap, 0.0), 0)
-        if STATS:
+        if READS:
             stat = stat + (cap,)  # noqa: RUF005
         else:
             stat = (cap,)
-        tl.store(
-            spent + request * strides[10],
-            tl.sum(tl.where(j < stop, tl.minimum(spends, left), 0), 0).to(tl.float64) / UNIT,
-        )
+        spends = tl.sum(tl.where(j < stop, tl.minimum(spends, left), 0), 0)
+        tl.store(spent + request * strides[10], spends.to(tl.float64) / UNIT)
     values = (stat,) + values  # noqa: RUF005
-    q_row = _row(target, wide * strides[0] + (start + stop) * strides[1], VEC > 1)
+
+    # 3. This block's share of the one row pair. A bonus token that is given has no row.
+    given = stop < 0
+    if bonus_token_ids is not None:
+        given = (stop >= length) & (bad_request == 0)
+    q_row = row_at(target, wide * strides[0] + (start + stop) * strides[1], VEC > 1)
+    q_stats = ()
+    if target_stats is not None:
+        q_stats = load_stats(target_stats, wide * stats_strides[0] + stop * stats_strides[1], given == 0)
     if draft is None or not SUBTRACTS:
-        p_row = q_row
+        p_row, p_stats = q_row, ()
         RESIDUE: tl.constexpr = REST
     else:
         p_row, p_stats = row_at(draft, slot * strides[2] + (draft_start + stop) * strides[3], VEC > 1), ()
@@ -301,11 +314,11 @@ def verify_kernel(
     end = tl.where(given, first, tl.minimum(first + share, tl.cdiv(V, CHUNK)))
     if rejected:
         word = _scan(
-            q_row, p_row, drafted, first, end, V, V_draft, stream, values, G, RESIDUE, PICK_CHUNK, WARPS, LANES, STEP, VEC
+            rows, drafted, first, end, V, V_draft, stream, values, G, RESIDUE, PICK_CHUNK, WARPS, LANES, STEP, VEC
         )  # fmt: skip
     else:
         word = _scan(
-            q_row, p_row, drafted, first, end, V, V_draft, stream, values, G, TARGET, PICK_CHUNK, WARPS, LANES, STEP, VEC
+            rows, drafted, first, end, V, V_draft, stream, values, G, TARGET, PICK_CHUNK, WARPS, LANES, STEP, VEC
         )  # fmt: skip
     word = tl.where(bad_request, BAD, word)
 
@@ -320,7 +333,7 @@ def verify_kernel(
             # No residual, by rounding or bad input: what is left of h without n. Rare, so one chunk at a time will do.
             p_end = 0 * p_end
             for c in range(0, tl.cdiv(V, CHUNK)):
-                w = _chunk_weights(q_row, p_row, drafted, c, V, p_end, values, G, RESIDUE)
+                w = _chunk_weights(rows, drafted, c, V, p_end, values, G, RESIDUE)
                 total = tl.sum((w * ONE).to(tl.int64), 0) + tl.zeros((1,), tl.int64)
                 word = tl.maximum(word, race(total, c + tl.arange(0, 1), stream, PICK_CHUNK, word))
         ok = (word > 0) & (word < BAD)
@@ -336,9 +349,10 @@ def verify_kernel(
             to + j * strides[7], kept.to(token_ids.dtype.element_ty), mask=(j <= m) & (j != tl.where(ok, stop, -1))
         )
         chunk = (word & LOWEST) ^ LOWEST
-        q_end, p_end = tl.where(ok, V, 0), tl.where(ok, p_end, 0)
-        w = _chunk_weights(q_row, p_row, drafted, chunk, q_end, p_end, values, G, RESIDUE)
-        winner = _race(w, tl.arange(0, CHUNK), stream, PICK_TOKEN, word)
+        drawn = ok & (given == 0)
+        q_end, p_end = tl.where(drawn, V, 0), tl.where(drawn, p_end, 0)
+        w = _chunk_weights(rows, drafted, chunk, q_end, p_end, values, G, RESIDUE)
+        winner = race(w, tl.arange(0, CHUNK), stream, PICK_TOKEN, word)
         winner = chunk * CHUNK + ((winner & LOWEST) ^ LOWEST)
         if bonus_token_ids is not None:
             winner = tl.where(given, bonus, winner)
@@ -382,22 +396,56 @@ def verify(inputs, out, scratch, splits=None, num_warps=None):
     _scratch[owner] = scratch  # not if the launch raised: its words may be left anyhow
 
 
-def _stats(inputs, launch_capped, out):
-    """fp32 [S, rows of the target]: what the rule's body reads beside q and p; None where that is nothing."""
-    if inputs.rule.solved is None:
+def _verify_logits(inputs, out, scratch, splits, num_warps):
+    """Reduce the rows of logits to statistics, then verify."""
+    B, m, has_bonus = inputs.batch_size, inputs.max_draft_tokens, inputs.bonus_token_ids is None
+    reduced = inputs.draft if inputs.draft_sampling is not None and m else None
+    J = m + has_bonus
+    needs = {"batch_size": B, "vocab_size": max(inputs.vocab_size, inputs.draft_vocab_size), "rows": 2 * m + 1}
+
+    def run(scratch):
+        stats = scratch.stats[: B * (2 * m + 1) * COLUMNS].view(B, 2 * m + 1, COLUMNS)
+        rows = J if reduced is None else J + m
+        if rows:
+            reduce_rows(
+                inputs.target, reduced, inputs.cu_draft_tokens, inputs.row_map, inputs.draft_token_ids.numel(), m,
+                inputs.sampling, inputs.draft_sampling, stats[:, :rows], scratch, has_bonus=has_bonus, splits=splits,
+                num_warps=num_warps,
+            )  # fmt: skip
+        draft_stats = inputs.draft_stats.packed if inputs.draft_stats is not None else None
+        if reduced is not None:
+            draft_stats = stats[:, J:]
+        _launch(inputs, out, scratch.zeros, (stats, draft_stats), splits, num_warps)
+
+    with_scratch(scratch, inputs.target.device, needs | {"entropy": False}, run)
+
+
+def _read(inputs, out, launch):
+    """What the rule's body reads beside q and p: fp32 [S, rows of the target], None where that is nothing.
+
+    launch: function of inputs that verifies them.
+    """
+    rule = inputs.rule
+    if inputs.sampling is not None and (rule.statistics or rule.solved):
+        raise ValueError(
+            f"from logits on triton, {rule.name} is not offered: pass probabilities to `verify`, or backend='torch'"
+        )
+    if rule.solved is None:
         return row_statistics_triton.compute(inputs)
-    if inputs.rule.solved == "drafted":
+    if rule.solved == "drafted":
         return clip_triton.compute(inputs)
     # What is accepted does not depend on b: find the rejected rows first.
-    launch_capped(replace(inputs, rule=Capped(inputs.rule.cap)))
+    launch(replace(inputs, rule=Capped(rule.cap)))
     return clip_triton.compute(inputs, at=out.num_accepted.contiguous())
 
 
-def _launch(inputs, out, scratch, splits, num_warps):
+def _launch(inputs, out, scratch, stats, splits, num_warps):
+    """stats: statistics of the target's and the draft's rows, fp32 [..., 8], or None for rows of probabilities."""
+    read = _read(inputs, out, lambda others: _launch(others, out, scratch, stats, splits, num_warps))
+    body = inputs.rule.h if inputs.budget is None else rules.within(inputs.rule.h)
     target, draft, ids, flat = inputs.target, inputs.draft, inputs.draft_token_ids, inputs.cu_draft_tokens is not None
     rows = [target] if draft is None else [target, draft]
     strengths = inputs.rule.strengths
-    stats = _stats(inputs, lambda capped: _launch(capped, out, scratch, splits, num_warps), out)
     num_warps = num_warps or NUM_WARPS
     item = min(t.element_size() for t in rows)
     aligned = is_aligned(rows)
@@ -414,19 +462,25 @@ def _launch(inputs, out, scratch, splits, num_warps):
     strides += (0, ids.stride(0)) if flat else ids.stride()
     strides += (*out.token_ids.stride(), out.num_accepted.stride(0), out.valid.stride(0))
     strides += (0,) if inputs.budget is None else out.spent.stride()
+    target_stats, draft_stats = stats
+    given = inputs.draft_stats is not None
+    stats_strides = (0, 0) if target_stats is None else target_stats.stride()[:2]
+    if draft_stats is None:
+        stats_strides += (0, 0)
+    else:
+        stats_strides += row_strides(draft_stats, given and flat and inputs.row_map is None)
     with torch.cuda.device_of(target):
         verify_kernel[inputs.batch_size, triton.cdiv(chunks, share)](
             out.token_ids, out.num_accepted, out.valid, None if inputs.budget is None else out.spent, scratch,
-            target, draft, ids, _dense(inputs.cu_draft_tokens), _dense(inputs.seed), _dense(inputs.offset),
-            tuple(map(_dense, strengths)),
-            stats, _dense(inputs.budget), strides,
-            math.prod(target.shape[:-1]), ids.numel(), inputs.max_draft_tokens, inputs.vocab_size, inputs.draft_vocab_size, share,
-            PER_REQUEST=sum(1 << k for k, s in enumerate(strengths) if isinstance(s, torch.Tensor)),
-            STATS=0 if stats is None else len(stats), SUBTRACTS=inputs.rule.subtracts_draft,
-            H=_jitted(inputs.rule.h), G=_jitted(inputs.rule.h if inputs.budget is None else rules.within(inputs.rule.h)),
-            PICK_CHUNK=inputs.purposes[0], PICK_TOKEN=inputs.purposes[1],
-            BLOCK_M=triton.next_power_of_2(inputs.max_draft_tokens + 1), WARPS=num_warps, LANES=lanes,
-            STEP=lanes * (8 if aligned else 4), VEC=16 // item if aligned else 1, num_warps=num_warps,
+            target, draft, target_stats, draft_stats, dense(inputs.bonus_token_ids), dense(inputs.row_map),
+            0 if draft is None else len(draft), ids, dense(inputs.cu_draft_tokens), dense(inputs.seed),
+            dense(inputs.offset), tuple(map(dense, strengths)), read, math.prod(target.shape[:-1]), dense(inputs.budget),
+            strides, stats_strides, ids.numel(), inputs.max_draft_tokens, inputs.vocab_size, inputs.draft_vocab_size, share,
+            PER_REQUEST=sum(1 << k for k, s in enumerate(strengths) if isinstance(s, torch.Tensor)), STATS_GIVEN=given,
+            READS=0 if read is None else len(read), SUBTRACTS=inputs.rule.subtracts_draft, G=_jitted(body),
+            H=_jitted(inputs.rule.h), PICK_CHUNK=inputs.purposes[0], PICK_TOKEN=inputs.purposes[1],
+            BLOCK_M=triton.next_power_of_2(inputs.max_draft_tokens + 1), WARPS=num_warps, LANES=lanes(),
+            STEP=lanes() * (8 if aligned else 4), VEC=16 // item if aligned else 1, num_warps=num_warps,
             enable_fp_fusion=False,
         )  # fmt: skip
 
