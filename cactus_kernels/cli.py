@@ -263,7 +263,7 @@ def frontier(
     if json:
         with report.replacing(json) as file:
             value = {"settings": described} | found.to_dict()
-            file.write(jsonlib.dumps(value, ensure_ascii=False, allow_nan=False, indent=1).encode() + b"\n")
+            file.write(jsonlib.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n")
     if plot:
         with report.replacing(plot) as file:
             report.plot(found, f"{_models(described)}; {settings}", file, plot)

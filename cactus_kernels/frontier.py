@@ -118,8 +118,8 @@ class Frontier:
     draft_nll: float
 
     def to_dict(self) -> dict:
-        """Ready for JSON: what is infinite or not known is None."""
-        return _finite(asdict(self))
+        """Ready for JSON: numbers with nine digits; what is infinite or not known is None."""
+        return _rounded(asdict(self))
 
 
 def load_documents(path: str | None) -> list[str]:
@@ -297,9 +297,12 @@ def _written(rule):
     return f"{type(rule).__name__}({', '.join(f'{name}={value!r}' for name, value in _given(rule).items())})"
 
 
-def _finite(value):
+def _rounded(value):
+    """Numbers with nine digits, None for those that are not finite; in dicts and lists."""
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
+        return {k: _rounded(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [_finite(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [_rounded(v) for v in value]
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.9g}") if math.isfinite(value) else None

@@ -60,7 +60,7 @@ def rows(found: Frontier) -> list[tuple[str, ...]]:
         name, curve = "" if p.curve == curve else p.curve, p.curve
         strength = "" if p.strength is None else f"{p.strength:g}"
         forwards = [_fixed(p.tokens_per_forward[m - 1], 2) for m in DRAFTED]
-        losses = _fixed(p.nll), f"{p.nll_gain:+.3f}", _fixed(p.nll_interpolation)
+        losses = _fixed(p.nll), f"{round(p.nll_gain, 3) + 0.0:+.3f}", _fixed(p.nll_interpolation)
         table.append((name, strength, _fixed(p.acceptance), _fixed(p.kl), *forwards, *losses))
     return table
 
@@ -140,4 +140,4 @@ def replacing(path: str):
 
 
 def _fixed(value, digits=3):
-    return "-" if value is None else f"{value:.{digits}f}"
+    return "-" if value is None else f"{round(value, digits) + 0.0:.{digits}f}"  # not -0.000
