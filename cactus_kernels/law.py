@@ -20,6 +20,8 @@ from .by_ratio import ByRatio
 from .race_torch import CHUNK
 from .rules import Coupled, resolve_rule
 
+CHECKED = 32  # entries at which the form of a rule's recovery is looked at
+
 
 def emitted(p, q, rule) -> torch.Tensor:
     """The distribution of the token emitted where n ~ p is verified against q by a rule.
@@ -36,7 +38,8 @@ def emitted(p, q, rule) -> torch.Tensor:
         float64, shaped as p, each row summing to 1 up to rounding.
 
     Raises:
-        ValueError: shapes differ or are not [V] or [N, V], a strength for each request, bad probabilities, no draft mass.
+        ValueError: shapes differ or are not [V] or [N, V], a strength for each request, bad probabilities, no draft mass; a
+            rule whose recovery is of no form known here.
     """
     positions = Positions(p, q)
     return positions.full(positions.law(rule)[0])
@@ -107,9 +110,9 @@ class Positions:
             stat = self._by_ratio.clip(rule.form, *rule.strengths)
         else:
             stat = tuple(self._statistic(name) for name in rule.statistics) or None
+        self._check_recovery(rule, stat)
         p, q = self.p, self.q
         h = rule.h(q, q, p, True, stat, *rule.strengths)
-        # What recovery reads is q times a number s_n; or, where it does not take p off, weights that are the same for all n.
         r = rule.h(torch.ones_like(q) if rule.subtracts_draft else q, q, p, False, stat, *rule.strengths)
         accepted = self.drafted * torch.where(p > 0, (h / p).clamp(max=1), 1.0)
         reject = self.drafted - accepted
@@ -121,6 +124,24 @@ class Positions:
         if law.shape[-1] == self.vocab_size:
             return law
         return law.new_zeros(*law.shape[:-1], self.vocab_size).index_copy(-1, self.columns, law)
+
+    def _check_recovery(self, rule, stat):
+        """Recovery must be from q times a number s_n; or, where it does not take p off, from weights that are the same for all
+        n. Looked at for the largest entries of the first position, each with another one as n."""
+        p, q = (x.view(-1, x.shape[-1])[0] for x in (self.p, self.q))
+        some = (p + q).topk(min(CHECKED, len(q)))[1]
+        p, q = p[some], q[some]
+        stat = stat and tuple(x.view(-1)[0] for x in stat)
+
+        def r(q_x, shift):
+            return rule.h(q_x, q.roll(shift), p.roll(shift), False, stat, *rule.strengths)
+
+        expected = q * r(torch.ones_like(q), 1) if rule.subtracts_draft else r(q, 0)
+        if not torch.allclose(r(q, 1), expected, rtol=1e-9, atol=1e-12):
+            raise ValueError(
+                f"the exact law of {rule.name} is not known: it takes r(x) = q(x) times a number that depends on the drafted "
+                "token alone; or, for a rule that does not subtract the draft, an r that does not depend on the drafted token"
+            )
 
     def _statistic(self, name):
         """A row statistic, as in `row_statistics`, in float64: [..., 1]."""

@@ -15,6 +15,7 @@ from cactus_kernels.rules import (
     Lenience,
     Mentored,
     Optimal,
+    Rule,
     SpS,
     TopK,
     Typical,
@@ -133,3 +134,32 @@ def test_coupled_accepts_as_often_as_two_races_agree(V, chunk, monkeypatch):
 
 def test_coupled_takes_the_chunks_of_the_race():
     assert law.CHUNK == race_torch.CHUNK
+
+
+class Squared(Rule):
+    """Recovers from q squared, which is no multiple of q."""
+
+    name = "squared"
+
+    @staticmethod
+    def h(q, q_n, p_n, is_drafted, stat):
+        return q * q
+
+
+class OfTheDrafted(Rule):
+    """Does not subtract the draft, and yet recovers from weights that depend on n."""
+
+    name = "of the drafted"
+    subtracts_draft = False
+
+    @staticmethod
+    def h(q, q_n, p_n, is_drafted, stat):
+        return q * q_n
+
+
+@pytest.mark.parametrize("rule", [Squared(), OfTheDrafted()], ids=lambda rule: rule.name)
+def test_a_rule_of_another_form_is_refused(rule):
+    p, q = (torch.from_numpy(x) for x in rows(np.random.default_rng(3), 9))
+    for shape in ((9,), (1, 9)):
+        with pytest.raises(ValueError, match=f"law of {rule.name} is not known"):
+            law.emitted(p.view(shape), q.view(shape), rule)
