@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from . import row_statistics
-from .rules import AdaptiveCactus, Cactus, Capped, Coupled, Interpolation, Optimal, Rule, SpS, TopK, Typical
+from .rules import AdaptiveCactus, Cactus, Capped, Coupled, Interpolation, Mentored, Optimal, Rule, SpS, TopK, Typical
 from .verify import VerifyOutput, verify
 
 # Around the chunk of 1024 tokens, and one size of many chunks, which costs most: rarely.
@@ -23,6 +23,7 @@ STRENGTHS = (
     (Capped, (1.0, 1.0000001, 1.5, 4.0, 3e38)),
     (lambda cap: Optimal(cap=cap), (1.0, 1.0000001, 1.5, 4.0, 3e38)),
     (lambda price: Optimal(price=price), (1.0, 1.0000001, 1.5, 4.0, 1e30)),
+    (Mentored, (0.0, 1e-6, 0.05, 1.0, 30.0)),
     (Interpolation, (0.0, 1e-30, 0.3, 0.9, 1.0)),
     (Typical, (0.0, 1e-6, 0.09, 0.5, 1.0)),
     (lambda alpha: Typical(0.9, alpha), (0.0, 0.3, 0.99, 1.0)),

@@ -4,6 +4,7 @@ The law sums to what p sums to: sum (b q - p)+ = sum (p - c q)+, what recovery a
 the first sum and T those of the second, both sides are linear in b and c until S or T change, so Newton's steps solve it:
 
     c given        b = (sum over S of p + R) / sum over S of q, R = sum (p - c q)+; from b = 1, decreasing
+    kl given       KL(q || law) = kl for c, Newton's steps within a bracket, with the b of each c
     c = price b    b = sum over S and T of p / (sum over S of q + price * sum over T of q), within a bracket
 
 Products are fp32, sums int64 in units of 2^-52, the few numbers a row float64: the same bits on every backend.
@@ -11,17 +12,23 @@ Products are fp32, sums int64 in units of 2^-52, the few numbers a row float64: 
 
 import numpy as np
 
+from . import numpy_language
 from .race_torch import ONE
+from .rules import bind, elementary
 
 BLOCK = 1 << 14  # entries handled at once: few enough for the cache
+LARGEST = np.float32(3e38)
+NAT = 2.0**40  # of q ln(q / p)
 STEPS = 64  # at most; ten are much
+
+_log = bind(elementary.log, numpy_language)
 
 
 def compute(rule, target, draft, drafted, where, strengths):
     """b and c: two fp32 arrays [B, m + 1], 1 where not asked for, NaN where a row is bad.
 
     Args:
-        rule: an `Optimal`. strengths: its strength, a number or an fp32 array [B], in a tuple.
+        rule: an `Optimal` or a `Mentored`. strengths: its strength, a number or an fp32 array [B], in a tuple.
         target, draft: `rows_torch.ProbRows`; draft None: one-hot.
         drafted: int64 array [B, m + 1], the drafted tokens. where: bool array [B, m + 1], the positions asked for.
     """
@@ -45,13 +52,16 @@ def compute(rule, target, draft, drafted, where, strengths):
             b[r, j] = c[r, j] = np.nan
             continue
         q = np.pad(q, (0, len(p) - V)) if len(p) > V else q
-        b[r, j], c[r, j] = solve(p, q, max(s, np.float32(1)), rule.form)
+        b[r, j], c[r, j] = solve(p, q, s, rule.form)
     return b, c
 
 
 def solve(p, q, strength, form):
-    """b and c of one row pair, fp32 arrays [V] of probabilities. strength: fp32, the cap or the price."""
+    """b and c of one row pair, fp32 arrays [V] of probabilities. strength: fp32, the cap, the price or the KL divergence."""
     with np.errstate(all="ignore"):
+        if form == "kl":
+            return at_kl(p, q, strength)
+        strength = max(strength, np.float32(1))
         if form == "cap":
             return at_cap(p, q, strength), strength
         b = at_price(p, q, strength)
@@ -88,6 +98,43 @@ def at_price(p, q, price):
         if not low < b < high:
             break
     return b
+
+
+def at_kl(p, q, kl):
+    # q ln(q / p); ln 0 is taken as -104, which is far enough from the budget.
+    information = np.concatenate(
+        [(y * (_log(y) - _log(x)) * np.float32(NAT)).astype(np.int64) for x, y in _blocks(p, q)]
+    )
+
+    def solve(c):
+        """b, how far KL(q || law) is above the budget, and its slope in c."""
+        b = at_cap(p, q, c)
+        q_s, q_t, between = np.int64(0), np.int64(0), np.int64(0)
+        for i, (x, y) in enumerate(_blocks(p, q)):
+            s, t = b * y > x, x > c * y
+            q_s, q_t = q_s + fixed(y * s).sum(), q_t + fixed(y * t).sum()
+            between += (information[i * BLOCK : (i + 1) * BLOCK] * ~(s | t)).sum()
+        outside = np.float64(q_s) * np.float64(_log(b)) + np.float64(q_t) * np.float64(_log(c))
+        excess = np.float64(between) * (1 / NAT) - outside * (1 / ONE) - np.float64(kl)
+        return b, excess, np.float64(q_t) * (1 / ONE) * (1 / np.float64(b) - 1 / np.float64(c))
+
+    low, high, c = np.float32(1), LARGEST, LARGEST
+    for _ in range(STEPS):
+        b, excess, slope = solve(c)
+        if excess > 0:
+            high = c
+        elif c == LARGEST:  # every draft can be accepted
+            break
+        else:
+            low = c
+        newton = np.float32(np.float64(c) - excess / slope)
+        if c == LARGEST:
+            newton = np.float32(2)
+        step = newton if low < newton < high else np.sqrt(low) * np.sqrt(high)
+        if not low < step < high:
+            break
+        c = step
+    return b, c
 
 
 def _sums(p, q, b, c=None):

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from cactus_kernels import Cactus, VerifyOutput, rows
-from cactus_kernels.rules import AdaptiveCactus, Optimal, Rule, SpS, TopK, Typical, m
+from cactus_kernels.rules import AdaptiveCactus, Mentored, Optimal, Rule, SpS, TopK, Typical, m
 from cactus_kernels.verify import Inputs
 
 TARGETS = {
@@ -149,6 +149,7 @@ def ways():
         "the k-th largest": Inputs(**padded | {"rule": TopK(10), "target": q.bfloat16()}),
         "solved where rejected": Inputs(**padded | {"rule": Optimal(cap=torch.full((2,), 1.5))}),
         "solved where drafted, flat": Inputs(**flat | {"rule": Optimal(price=2.0)}),
+        "solved for a divergence": Inputs(**padded | {"rule": Mentored(0.1), "draft": None}),
         "a budget": Inputs(**padded | {"rule": AdaptiveCactus(0.5), "budget": torch.ones(2).double()}),
         "two dtypes and two sizes": Inputs(**padded | {"target": q[..., :50_000].bfloat16()}),
         "no drafts": rows._inputs(q[:, 0], 5, numbers),

@@ -49,6 +49,7 @@ LAWS = {
     "medusa": (Typical(0.3, 0.6), lambda p, q: exact.typical(p, q, f(0.3), f(0.6))),
     "optimal, cap 1.5": (Optimal(cap=1.5), lambda p, q: exact.clipped(p, q, *exact.clip(p, q, 1.5))),
     "optimal, price 2": (Optimal(price=2.0), lambda p, q: exact.clipped(p, q, *exact.clip(p, q, price=2))),
+    "mentored 0.1": (Mentored(0.1), lambda p, q: exact.clipped(p, q, *exact.clip(p, q, kl_of_q=f(0.1)))),
     "top-k 3": (TopK(3), lambda p, q: exact.top_k(p, q, 3)),
 }
 SIZES = [37, pytest.param(2051, marks=pytest.mark.slow)]

@@ -160,6 +160,9 @@ class Mentored(Rule):
     kl: float | torch.Tensor = 0.1
 
     name = "mentored"
+    form = "kl"
+    solved = "drafted"
+    h = staticmethod(optimal_price_h)
 
     def __post_init__(self):
         check_strength("kl", self.kl, meaning=" (0 is SpS)")
