@@ -1,5 +1,9 @@
 """Every rule through verification: its law, that an error in its recovery shows, what its constructor refuses."""
 
+import importlib
+import re
+from pathlib import Path
+
 import exact
 import numpy as np
 import pytest
@@ -25,6 +29,7 @@ from cactus_kernels.rules import (
     Typical,
     m,
     resolve_rule,
+    table,
 )
 from cactus_kernels.rules.elementary import exp, log
 from cactus_kernels.rules.thresholds import typical_h
@@ -418,6 +423,21 @@ REFUSED = [
 def test_rules_refuse(make, error, says):
     with pytest.raises(error, match=says):
         make()
+
+
+def test_the_readme_holds_the_table_of_rules():
+    assert table() in (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_rule_of_docs_rules(tmp_path, monkeypatch):
+    """The example in docs/rules.md, as a module of its own: its source has to be found when it is compiled."""
+    page = (Path(__file__).parents[1] / "docs" / "rules.md").read_text(encoding="utf-8")
+    example = re.search(r"```python\n(.*?)```", page, re.S)[1].replace("Halfway())", "Halfway(), cases=2)")
+    (tmp_path / "halfway_rule.py").write_text(example)
+        re.search(r"```python\n(.*?)```", page, re.S)[1].replace("Halfway())", "Halfway(), cases=2)")
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("halfway_rule")
 
 
 @pytest.mark.parametrize("name", RULES)

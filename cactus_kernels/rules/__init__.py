@@ -1,5 +1,8 @@
 """Acceptance rules, each written once for every backend: see `Rule`."""
 
+import inspect
+import re
+
 from .. import torch_language as m
 from .base import Rule, bind
 from .budget import MOST, UNIT, cap, spend, within
@@ -28,6 +31,7 @@ __all__ = [
     "m",
     "resolve_rule",
     "spend",
+    "table",
     "within",
 ]
 
@@ -46,6 +50,24 @@ RULES = {
     "top-k": TopK,
     "coupled": Coupled,
 }
+
+
+def table() -> str:
+    """The rules as a table in Markdown, from their signatures and docstrings: README.md holds it."""
+    lines = ["| rule | by name | what it does | reads |", "|---|---|---|---|"]
+    for rule in (SpS, Cactus, AdaptiveCactus, Capped, Interpolation, Optimal, Mentored, Typical, TopK, Coupled):
+        written = ", ".join(map(str, inspect.signature(rule).parameters.values()))
+        written = re.sub(r": [^=,]+ = ", "=", written)
+        names = ", ".join(f'`"{name}"`' for name in RULES if isinstance(resolve_rule(name), rule))
+        what, *rest = inspect.getdoc(rule).split("\n\n")
+        reads = next(part.removeprefix("Reads ").rstrip(".") for part in rest if part.startswith("Reads "))
+        cells = (
+            f"`{rule.__name__}({written})`",
+            names,
+            *(" ".join(x.split()).replace("|", "\\|") for x in (what, reads)),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def resolve_rule(rule) -> Rule:

@@ -65,6 +65,8 @@ def uncertain_h(q, q_n, p_n, is_drafted, stat, delta):
 class SpS(Rule):
     """Speculative sampling, lossless: `h = q`, so emitted tokens follow the target exactly.
 
+    Reads one row pair.
+
     Source: Leviathan et al. 2023 (arXiv 2211.17192), Chen et al. 2023 (arXiv 2302.01318).
     """
 
@@ -76,6 +78,8 @@ class SpS(Rule):
 @dataclass(frozen=True, eq=False)
 class Cactus(Rule):
     """Cactus, lossy: `h_n = min(q_n + sqrt(2 delta q_n (1 - q_n)), 1)`, the other tokens scaled to make h sum to 1.
+
+    Reads one row pair.
 
     `h_n >= q_n`, so it accepts at least what SpS accepts; `delta = 0` is SpS. `delta` bounds the divergence of h for one
     drafted token (chi-square at most 2 delta), not the law of the emitted token: `cactus_kernels.law` gives that exactly.
@@ -121,8 +125,9 @@ class Cactus(Rule):
 class AdaptiveCactus(Rule):
     """Cactus with a delta that follows the target row's entropy: `delta (1 - H(q) / ln V)`, or `delta H(q) / ln V`.
 
-    `spend="certain"` spends the budget where the target is certain, `spend="uncertain"` where many tokens would do. Reads the
-    target rows of all drafted tokens in full, for their entropy.
+    Reads every drafted target row, and one row pair.
+
+    `spend="certain"` spends the budget where the target is certain, `spend="uncertain"` where many tokens would do.
 
     Args:
         delta: the largest strength, as for `Cactus`.

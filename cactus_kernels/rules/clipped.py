@@ -30,6 +30,8 @@ def optimal_price_h(q, q_n, p_n, is_drafted, stat, price):
 class Interpolation(Rule):
     """Interpolation, lossy: verify against `h = weight q + (1 - weight) p`; the emitted law is h itself.
 
+    Reads one row pair.
+
     n is accepted with probability `min(1, weight q_n / p_n + 1 - weight)`; recovery from (h - p)+, which is (q - p)+ but for a
     factor. `weight = 1` is SpS, `weight = 0` accepts every draft.
 
@@ -59,6 +61,8 @@ class Interpolation(Rule):
 @dataclass(frozen=True, eq=False)
 class Capped(Rule):
     """Lenience, lossy: n is accepted with probability `min(1, cap q_n / p_n)`, recovery from plain `(q - p)+`.
+
+    Reads one row pair.
 
     No token comes out with more than `cap` times its target probability, so KL(P || q) <= ln cap. `cap = 1` is SpS.
     `Lenience(l)` is `Capped(1 / l)`. `Optimal(cap=...)` has the same cap and acceptance, less divergence, and a solve more.
@@ -99,12 +103,14 @@ def Lenience(lenience: float = 0.5) -> Capped:
 class Optimal(Rule):
     """The least divergence for its acceptance, lossy: what is emitted is exactly `clip(p, b q, c q)`, b <= 1 <= c.
 
+    Reads one row pair, some five times (cap); every drafted row pair, some five times (price).
+
     n is accepted with probability `min(1, c q_n / p_n)`; recovery from `(b q - p)+`, with b such that the law sums to 1. For
     every f-divergence the largest acceptance at a given divergence has this form (docs/law.md). The law does not depend on
     the drafted token, and KL(P || q) <= ln c.
 
     `Optimal(cap=c)` fixes c, and solves for b where a token was rejected. `Optimal(price=k)` fixes c / b = k at every position:
-    the best for KL averaged over positions; it solves every drafted row pair, which reads them in full.
+    the best for KL averaged over positions; it solves every drafted row pair.
 
     Args:
         cap: c, a number, finite and at least 1, or a float tensor [B], smaller entries of which count as 1.
@@ -145,6 +151,8 @@ class Optimal(Rule):
 @dataclass(frozen=True, eq=False)
 class Mentored(Rule):
     """Mentored decoding, lossy: `clip(p, b q, c q)`, b and c solved at every position for `KL(q || P) = kl`.
+
+    Reads every drafted row pair, some forty times.
 
     Where KL(q || p) <= kl, every draft is accepted. The family of `Optimal`, with another multiplier at each position.
 

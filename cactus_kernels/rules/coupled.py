@@ -9,6 +9,8 @@ from .base import Rule
 class Coupled(Rule):
     """Coupling by shared noise, lossless: the target's own draw at every position, accepted while it equals the draft's.
 
+    Reads every target row.
+
     Target and draft draw with the same random words, those of the token's position: `offset` is the number of tokens before
     it, and advances by the tokens emitted. So the text is a function of the seed and of the target's rows alone: the same
     with speculation on or off, whatever the draft and its length. Draft probabilities are not needed. Its price: a lower

@@ -29,10 +29,12 @@ def top_k_h(q, q_n, p_n, is_drafted, stat, k):
 class Typical(Rule):
     """Typical acceptance, lossy: n is accepted iff `q_n > min(epsilon, alpha e^-H(q))`; else the target's most likely token.
 
+    Reads every drafted target row.
+
     With one parameter, `alpha = sqrt(epsilon)` (TAS); with two, Medusa's form. Deterministic: p does not count, and where
     nothing is accepted the text is that of greedy decoding, whatever the temperature. Tokens that tie for most likely come
-    out equally often. H is the entropy in nats of the target row, within 1e-6 of its size; the row of every drafted token is
-    read in full. The most likely token itself is always accepted: its probability is at least e^-H.
+    out equally often; the most likely token is always accepted, since its probability is at least e^-H. H is the entropy of
+    the target row in nats, within 2e-6 of its size.
 
     Args:
         epsilon: the highest threshold, a number in [0, 1] or a float tensor [B].
@@ -70,8 +72,10 @@ class Typical(Rule):
 class TopK(Rule):
     """Top-k acceptance, lossy: n is accepted iff q_n is among the target's k largest; else a token is drawn from those.
 
-    So the output is always one of the k tokens that the target finds most likely; all that tie with the k-th count. The
-    target row of every drafted token is read in full. Deterministic but for recovery: p does not count.
+    Reads every drafted target row.
+
+    So the output is always one of the k tokens that the target finds most likely; all that tie with the k-th count.
+    Deterministic but for recovery: p does not count.
 
     Args:
         k: an int, at least 1. From the vocabulary's size on, every token that the target allows is accepted.
