@@ -28,6 +28,7 @@ from cactus_kernels.rules import (
     TopK,
     Typical,
     m,
+    rebuild,
     resolve_rule,
     table,
 )
@@ -39,6 +40,15 @@ from cactus_kernels.verify import verify, verify_from_logits
 def f(x):
     """A strength as rules hold it."""
     return float(np.float32(x))
+
+
+def within_kl(p, q, kl):
+    """b and c of the law clip(p, b q, c q) at KL(q || law) = kl."""
+
+    def excess(c):
+        return exact.kl(q, np.clip(p, exact.clip(p, q, c)[0] * q, c * q)) - kl
+
+    return exact.clip(p, q, exact._root(excess, 1.0, (p / q).max()))
 
 
 # Each rule with its brute force (tests/exact.py).
@@ -54,7 +64,7 @@ LAWS = {
     "medusa": (Typical(0.3, 0.6), lambda p, q: exact.typical(p, q, f(0.3), f(0.6))),
     "optimal, cap 1.5": (Optimal(cap=1.5), lambda p, q: exact.clipped(p, q, *exact.clip(p, q, 1.5))),
     "optimal, price 2": (Optimal(price=2.0), lambda p, q: exact.clipped(p, q, *exact.clip(p, q, price=2))),
-    "mentored 0.1": (Mentored(0.1), lambda p, q: exact.clipped(p, q, *exact.clip(p, q, kl_of_q=f(0.1)))),
+    "mentored 0.1": (Mentored(0.1), lambda p, q: exact.clipped(p, q, *within_kl(p, q, f(0.1)))),
     "top-k 3": (TopK(3), lambda p, q: exact.top_k(p, q, 3)),
 }
 SIZES = [37, pytest.param(2051, marks=pytest.mark.slow)]
@@ -445,4 +455,13 @@ def test_the_rule_of_docs_rules(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", RULES)
 def test_rules_by_name(name):
-    assert isinstance(resolve_rule(name), Rule)
+    rule = resolve_rule(name)
+    assert rule.name == name or name == "lenience"
+    again = rebuild(rule.name, rule.strengths)
+    assert (
+        type(again) is type(rule)
+        and again.strengths == rule.strengths
+        and getattr(again, "h", None) is getattr(rule, "h", None)
+    )
+    with pytest.raises(ValueError, match="takes the rules"):
+        rebuild("mine", ())

@@ -29,25 +29,28 @@ __all__ = [
     "bind",
     "cap",
     "m",
+    "rebuild",
     "resolve_rule",
     "spend",
     "table",
     "within",
 ]
 
-# By name, with their default strengths.
+# What makes a rule of each name: from its strengths, or with the default ones.
 RULES = {
     "sps": SpS,
     "cactus": Cactus,
-    "cactus-kl": lambda: Cactus(divergence="kl"),
+    "cactus-kl": lambda delta=1.0: Cactus(delta, "kl"),
     "adaptive": AdaptiveCactus,
+    "adaptive-uncertain": lambda delta=1.0: AdaptiveCactus(delta, "uncertain"),
     "capped": Capped,
     "lenience": Lenience,
-    "optimal": lambda: Optimal(price=2.0),
+    "optimal-cap": lambda cap=2.0: Optimal(cap=cap),
+    "optimal-price": lambda price=2.0: Optimal(price=price),
     "mentored": Mentored,
     "interpolation": Interpolation,
     "typical": Typical,
-    "top-k": TopK,
+    "top-k": lambda k=10: TopK(int(k)),
     "coupled": Coupled,
 }
 
@@ -81,3 +84,10 @@ def resolve_rule(rule) -> Rule:
             f"unknown rule {rule!r}: use one of {', '.join(map(repr, RULES))} or a Rule such as Cactus(0.5)"
         )
     raise TypeError(f"rule must be a Rule or its name, got {type(rule).__name__}")
+
+
+def rebuild(name: str, strengths) -> Rule:
+    """A rule of the package from its name and its strengths. Raises ValueError for another one."""
+    if name not in RULES:
+        raise ValueError(f"torch.compile takes the rules {', '.join(RULES)}, got {name!r}: call verify outside of it")
+    return RULES[name](*strengths)

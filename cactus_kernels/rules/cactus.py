@@ -104,13 +104,16 @@ class Cactus(Rule):
     delta: float | torch.Tensor = 1.0
     divergence: str = "taylor"
 
-    name = "cactus"
     keeps_proportions = True
 
     def __post_init__(self):
         check_strength("delta", self.delta, meaning=" (0 is SpS)")
         if self.divergence not in ("taylor", "kl"):
             raise ValueError(f'divergence must be "taylor" or "kl", got {self.divergence!r}')
+
+    @property
+    def name(self) -> str:
+        return "cactus" if self.divergence == "taylor" else "cactus-kl"
 
     @property
     def h(self):
@@ -140,7 +143,6 @@ class AdaptiveCactus(Rule):
     delta: float | torch.Tensor = 1.0
     spend: str = "certain"
 
-    name = "adaptive"
     keeps_proportions = True
     statistics = ("relative entropy",)
 
@@ -148,6 +150,10 @@ class AdaptiveCactus(Rule):
         check_strength("delta", self.delta, meaning=" (0 is SpS)")
         if self.spend not in ("certain", "uncertain"):
             raise ValueError(f'spend must be "certain" or "uncertain", got {self.spend!r}')
+
+    @property
+    def name(self) -> str:
+        return "adaptive" if self.spend == "certain" else "adaptive-uncertain"
 
     @property
     def h(self):

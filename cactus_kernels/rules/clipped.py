@@ -123,8 +123,6 @@ class Optimal(Rule):
     cap: float | torch.Tensor | None = None
     price: float | torch.Tensor | None = None
 
-    name = "optimal"
-
     def __post_init__(self):
         if (self.cap is None) == (self.price is None):
             raise ValueError("Optimal takes one of cap=c and price=k")
@@ -134,6 +132,10 @@ class Optimal(Rule):
     def form(self) -> str:
         """The one of "cap" and "price" that is given."""
         return "cap" if self.price is None else "price"
+
+    @property
+    def name(self) -> str:
+        return f"optimal-{self.form}"
 
     @property
     def h(self):
