@@ -222,6 +222,8 @@ def run(inputs, out, scratch, backend, names=("target_probs", "draft_probs")) ->
     if torch.compiler.is_compiling():
         if out is not None or scratch is not None:
             raise ValueError("out and scratch are not taken while torch.compile traces: it plans memory itself")
+        if inputs.budget is not None:
+            raise ValueError("a budget is not taken while torch.compile traces: call verify outside of it")
         from .ops import call_verify
 
         return VerifyOutput(*call_verify(inputs, backend))
