@@ -17,7 +17,7 @@ race_triton = pytest.importorskip("cactus_kernels.race_triton")
 # numpy warns where the kernel computes with the bad values of a request that is invalid.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-CASES, CASES_A_TEST = 504, 21
+CASES, CASES_A_TEST = 336, 21
 INTERPRETED = pytest.mark.skipif(not race_triton.INTERPRETED, reason="replaces parts of the kernel: interpreter only")
 
 
