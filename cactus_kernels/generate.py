@@ -57,7 +57,7 @@ def speculative_generate(
         model: the target, a decoder-only causal LM with eager or sdpa attention and a cache that can roll back.
         input_ids: int64 [B, P], left-padded; rows of different lengths need `attention_mask`.
         assistant_model: the draft, of the same kind and with the same tokenizer.
-        rule: a `Rule` such as `Cactus(0.75)`, or "sps" or "cactus" (delta 1).
+        rule: a `Rule` such as `Cactus(0.75)` or its name, such as "sps" or "cactus" (delta 1); the README has a table.
         budget: nats that each text may spend, a number or a list with one a row: then no text is more than e^budget times as
             likely as under the (processed) target, and the KL divergence of the law of whole texts is at most the budget
             (docs/rules.md). `stats.spent` tells what each text spent. For SpS, Cactus, AdaptiveCactus, Capped, Interpolation.

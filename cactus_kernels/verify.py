@@ -81,11 +81,13 @@ def verify(
         draft_probs: [B, m, V] or flat [N, V], what each drafted token was drawn from; None: one-hot drafts.
         draft_token_ids: int32 or int64 [B, m] or flat [N]. An id of -1 ends its request's draft there: a token is drawn
             from the target row at that position.
-        rule: a `Rule`, or "sps" or "cactus".
+        rule: a `Rule` or its name (docs/rules.md). One with statistics of the target's rows, or solved for row pairs, takes
+            launches of its own on a GPU.
         seed: int64 [B], the random stream of each request; or an int, which gives request r the stream (seed, r).
         offset: int64 [B] or an int: rows that each request has drafted or verified so far. Never use one for two calls
             of `verify`: advance it by m_b + 1 after each, whatever was accepted. The draws of a round's drafts (`draw`, at
-            offset + j) and its verification (at offset) share it: their words are apart.
+            offset + j) and its verification (at offset) share it: their words are apart. For `Coupled` it is the number of
+            tokens before, and advances by the tokens emitted.
         cu_draft_tokens: int32 or int64 [B + 1], prefix sums of m_b (0 is legal) for the flat layout, the first of them 0;
             rows beyond the last request are not looked at. None: padded.
         max_draft_tokens: int, at least every m_b (a request with more is invalid); needed with `cu_draft_tokens`, else m.
@@ -135,7 +137,8 @@ def verify_from_logits(
     """`verify` from raw logits: no softmax is written. On a GPU two launches; with top-k or top-p three.
 
     The first launch reduces rows to statistics (`RowStats`), by which the second makes probabilities as it reads. What is
-    not said here is as in `verify`.
+    not said here is as in `verify`. On triton, rules with statistics, or solved for row pairs, write the
+    probabilities after all, and take the padded layout alone.
 
     Args:
         target_logits: [B, m + 1, V], or flat [N + B, V], fp32, bf16 or fp16.

@@ -30,7 +30,7 @@ from .rows_triton import (
     with_scratch,
 )
 from .rules import Capped
-from .sampling import COLUMNS
+from .sampling import COLUMNS, INVERSE_TEMPERATURE, RowStats
 
 TARGET, RESIDUAL, REST = (
     tl.constexpr(kind) for kind in (verify_torch.TARGET, verify_torch.RESIDUAL, verify_torch.REST)
@@ -415,9 +415,32 @@ def _verify_logits(inputs, out, scratch, splits, num_warps):
         draft_stats = inputs.draft_stats.packed if inputs.draft_stats is not None else None
         if reduced is not None:
             draft_stats = stats[:, J:]
-        _launch(inputs, out, scratch.zeros, (stats, draft_stats), splits, num_warps)
+        if not (inputs.rule.statistics or inputs.rule.solved):
+            return _launch(inputs, out, scratch.zeros, (stats, draft_stats), splits, num_warps)
+        written = replace(inputs, target=_written(inputs.target, stats[:, :J]), sampling=None, draft_stats=None)
+        if draft_stats is not None and m:
+            written = replace(written, draft=_written(inputs.draft, draft_stats), draft_sampling=None)
+        return _launch(written, out, scratch.zeros, (None, None), splits, num_warps)
 
+    # Their rules read whole rows of probabilities: those are written first.
+    if (inputs.rule.statistics or inputs.rule.solved) and (
+        inputs.cu_draft_tokens is not None or inputs.row_map is not None or not has_bonus
+    ):
+        raise ValueError(
+            f"from logits on triton, {inputs.rule.name} takes the padded layout with bonus rows and no row_map: pass that, "
+            "probabilities to `verify`, or backend='torch'"
+        )
     with_scratch(scratch, inputs.target.device, needs | {"entropy": False}, run)
+
+
+def _written(logits, stats):
+    """Rows of logits [B, J, V] as the probabilities that their statistics [B, J, 8] make of them, fp32."""
+    stats = RowStats(stats)
+    inverse = stats.packed[..., INVERSE_TEMPERATURE, None]
+    weights = ((logits.float() - stats.max[..., None]) * inverse).exp_()
+    weights = weights.masked_fill_(logits < stats.cutoff[..., None], 0)
+    greedy = torch.arange(logits.shape[-1], device=logits.device) == stats.argmax[..., None]
+    return torch.where(inverse == 0, greedy.float(), weights).mul_(stats.norm[..., None])
 
 
 def _read(inputs, out, launch):
@@ -426,10 +449,6 @@ def _read(inputs, out, launch):
     launch: function of inputs that verifies them.
     """
     rule = inputs.rule
-    if inputs.sampling is not None and (rule.statistics or rule.solved):
-        raise ValueError(
-            f"from logits on triton, {rule.name} is not offered: pass probabilities to `verify`, or backend='torch'"
-        )
     if rule.solved is None:
         return row_statistics_triton.compute(inputs)
     if rule.solved == "drafted":

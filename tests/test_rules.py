@@ -12,7 +12,7 @@ from models import table_pair
 from test_law import DRAWS, emitted_tokens, p_value, pair
 from test_law_theory import sequence_law
 
-from cactus_kernels import check, draw, embedded_pair, row_statistics, speculative_generate
+from cactus_kernels import Sampling, check, draw, embedded_pair, row_statistics, speculative_generate
 from cactus_kernels.rules import (
     RULES,
     AdaptiveCactus,
@@ -280,6 +280,24 @@ def test_coupled_gives_one_text_with_speculation_off_and_on():
             )
             assert torch.equal(out.sequences, plain)
             assert out.stats.acceptance_rate > (0.1 if assistant is draft else 0.9)
+
+
+@pytest.mark.parametrize("rule", [Typical(0.2), Optimal(cap=1.5), Optimal(price=2.0)], ids=str)
+def test_from_logits_on_triton(rule, device):
+    """The tokens of the torch backend: a greedy request, one truncated, one plain. Logits are well apart from ties."""
+    generator = torch.Generator().manual_seed(0)
+    target = 2 * torch.randn(3, 3, 300, generator=generator)
+    draft = target[:, :2] + torch.randn(3, 2, 300, generator=generator)
+    ids = draft.argmax(-1)
+    sampling = Sampling(torch.tensor([0.0, 0.8, 1.0]), top_k=torch.tensor([0, 20, 0]))
+    expected = verify_from_logits(target, draft, ids, rule, seed=1, offset=0, sampling=sampling, backend="torch")
+    assert expected.valid.all()
+    target, draft, ids = (x.to(device) for x in (target, draft, ids))
+    options = {"seed": 1, "offset": 0, "sampling": sampling.to(device), "backend": "triton"}
+    got = verify_from_logits(target, draft, ids, rule, **options)
+    assert torch.equal(got.token_ids.cpu(), expected.token_ids)
+    with pytest.raises(ValueError, match="padded layout"):
+        verify_from_logits(target[:, :2], draft, ids, rule, bonus_token_ids=ids[:, 0], **options)
 
 
 # -- a rule of one's own
