@@ -48,9 +48,8 @@ REFUSED = {
         {"rule": Cactus(torch.ones(2, device="meta"))}, ValueError, "strengths are on meta and the model on cpu: move them"
     ),
     # the number of drafts
-    "fewer than no drafts": ({"num_assistant_tokens": -1}, ValueError, r"num_assistant_tokens must be in 0 \.\. 64, got -1"),
-    "negative": ({"num_assistant_tokens": -1}, ValueError, r"num_assistant_tokens must be in 1 \.\. 64, got -1"),
-    "many drafts": ({"num_assistant_tokens": 65}, ValueError, r"num_assistant_tokens must be in 1 \.\. 64, got 65"),
+    "negative": ({"num_assistant_tokens": -1}, ValueError, r"num_assistant_tokens must be in 0 \.\. 64, got -1"),
+    "many drafts": ({"num_assistant_tokens": 65}, ValueError, r"num_assistant_tokens must be in 0 \.\. 64, got 65"),
     "fraction": ({"num_assistant_tokens": 2.5}, TypeError, "num_assistant_tokens must be an int, got 2.5"),
     "truth": ({"num_assistant_tokens": True}, TypeError, "num_assistant_tokens must be an int, got True"),
     "None": ({"num_assistant_tokens": None}, TypeError, "num_assistant_tokens must be an int, got None"),
