@@ -70,7 +70,7 @@ def rows(rng, V):
 def test_the_law_of_every_rule_equals_brute_force(rule, brute, tolerance):
     rng = np.random.default_rng(0)
     for V in range(1, 13):
-        pairs = [rows(rng, V) for _ in range(8)]
+        pairs = [rows(rng, V) for _ in range(6)]
         together = law.emitted(*(torch.from_numpy(np.stack(x)) for x in zip(*pairs, strict=True)), rule)
         for (p, q), of_many in zip(pairs, together.numpy(), strict=True):
             accept, recovery = brute(p, q)
@@ -86,7 +86,7 @@ def test_mentored_keeps_its_budget(kl):
     """The law is clip(p, b q, c q), and KL(q || law) is the budget; or less, where every draft is accepted."""
     rng, spent = np.random.default_rng(1), 0
     for V in range(2, 13):
-        for _ in range(30):
+        for _ in range(10):
             p, q = rows(rng, V)
             P = law.emitted(torch.from_numpy(p), torch.from_numpy(q), Mentored(kl)).numpy()
             some = q > 0
@@ -100,7 +100,7 @@ def test_mentored_keeps_its_budget(kl):
             else:
                 spent += 1
                 assert exact.kl(q, P) == pytest.approx(f(kl), abs=1e-9)
-    assert spent > 50 or kl == 0
+    assert spent > 30 or kl == 0
 
 
 def race(weights, chunk_noise, token_noise, chunk):
