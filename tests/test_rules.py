@@ -279,7 +279,8 @@ def test_coupled_gives_one_text_with_speculation_off_and_on():
                 **settings,
             )
             assert torch.equal(out.sequences, plain)
-            assert out.stats.acceptance_rate > (0.1 if assistant is draft else 0.9)
+            # Drafts do come through: of eight the later ones seldom, so the rate says little.
+            assert out.stats.tokens_per_forward > (1.25 if assistant is draft else 0.8 * (count + 1))
 
 
 @pytest.mark.parametrize("rule", [Typical(0.2), Optimal(cap=1.5), Optimal(price=2.0)], ids=str)
