@@ -25,7 +25,13 @@ from .verify import VerifyOutput, verify, verify_from_logits
 __version__ = "0.1.0"
 
 # These need transformers, which takes seconds to import: loaded when first asked for.
-_LAZY = {"embedded_pair": "assets", "speculative_generate": "generate", "SpeculativeOutput": "generate"}
+_LAZY = {
+    "SpeculativeOutput": "generate",
+    "custom_generate": "generate",
+    "embedded_pair": "assets",
+    "skip_layers": "drafters",
+    "speculative_generate": "generate",
+}
 
 __all__ = [
     "AdaptiveCactus",
@@ -46,11 +52,13 @@ __all__ = [
     "TopK",
     "Typical",
     "VerifyOutput",
+    "custom_generate",
     "draw",
     "embedded_pair",
     "law",
     "row_stats",
     "sample",
+    "skip_layers",
     "speculative_generate",
     "verify",
     "verify_from_logits",

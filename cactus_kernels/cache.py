@@ -2,8 +2,8 @@
 
 After a round of speculative decoding every row of the batch keeps another number of tokens. Here the keys and values of
 the token at position t of a row live in slot t + 1 of that row, whatever the other rows do, and slot 0 takes what
-padding entries write. The attention mask is made from the positions alone, so what lies in the slots past a row's end
-is never seen: rolling back is to write over.
+padding entries write. What a row attends to is made from the positions alone (`cache_masks`), so what lies in the slots
+past a row's end is never seen: rolling back is to write over.
 """
 
 import inspect
@@ -13,23 +13,28 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from .cache_masks import MASKS, Masks, is_flash, right_aligned
+
 SMALLEST_CAPACITY = 64
 # The keyword that takes the cache, newest name first: transformers 5.24 writes `cache` for `past_key_values`.
 CACHE_KEYWORDS = ("cache", "past_key_values")
-ATTENTION = ("sdpa", "eager")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 class Slots:
-    """Where the tokens of the current call go; one object, shared by the layers of a cache.
+    """Where the tokens of the current call go, and what a layer gives to attention; shared by the layers of a cache.
 
     index: int64 [B, 1, T, 1], slot of each entry. used: slots in use, slot 0 counted. capacity: slots to allocate.
+    seen: entries that a layer gives to attention. past: of those, how many come before the call's own, for models that
+        make their masks themselves.
+    view: (keys or values [B, heads, capacity, head_dim], those of the call [B, heads, T, head_dim]) to what a layer gives.
     """
 
     def __init__(self):
         self.index = None
-        self.used = 0
-        self.capacity = 0
+        self.used = self.capacity = 0
+        self.seen = self.past = 0
+        self.view = None
 
 
 class ScatterLayer(CacheLayerMixin):
@@ -46,7 +51,7 @@ class ScatterLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        """Writes the states of T new tokens, each [B, heads, T, head_dim]; returns the slots in use, laid out alike."""
+        """Writes the states of T new tokens, each [B, heads, T, head_dim]; returns what the call attends to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.keys.shape[2] < self.slots.capacity:
@@ -54,7 +59,7 @@ class ScatterLayer(CacheLayerMixin):
         index = self.slots.index.to(key_states.device)
         self.keys.scatter_(2, index.expand_as(key_states), key_states)
         self.values.scatter_(2, index.expand_as(value_states), value_states)
-        return self.keys[:, :, : self.slots.used], self.values[:, :, : self.slots.used]
+        return self.slots.view(self.keys, key_states), self.slots.view(self.values, value_states)
 
     def _empty(self, states: torch.Tensor) -> torch.Tensor:
         # Zeros, because a masked slot still counts with weight 0, and 0 times an uninitialized NaN is NaN.
@@ -66,12 +71,11 @@ class ScatterLayer(CacheLayerMixin):
         grown[:, :, : buffer.shape[2]] = buffer
         return grown
 
-    # Models ask for a length to number positions and to size masks. Both are passed to them, so this layer has none.
     def get_seq_length(self) -> int:
-        return 0
+        return self.slots.past
 
     def get_mask_sizes(self, *args) -> tuple[int, int]:
-        return self.slots.used, 0
+        return self.slots.seen, 0
 
     def get_max_length(self) -> int:
         return -1
@@ -86,35 +90,39 @@ class RollbackModel:
     The caller's model, its config and its inputs are left as they are.
     """
 
-    def __init__(self, model, batch_size: int, max_length: int):
+    def __init__(self, model, batch_size: int, max_length: int, prefill_chunk_size: int | None = None):
         """
-        model: a `transformers` causal LM with eager or sdpa attention.
+        model: a `transformers` causal LM.
         batch_size: rows, B. max_length: most positions a row may reach; memory grows towards it as needed.
+        prefill_chunk_size: most columns of a forward; a longer call takes several. None: no limit.
         Raises ValueError where `check_rollback` does.
         """
         check_rollback(model, max_length)
-        self.model = model
+        self.model = model = without_wrapper(model)
         self.batch_size = batch_size
         self.max_length = max_length
+        self.chunk = prefill_chunk_size
         self.slots = Slots()
         self.cache = Cache(layer_class_to_replicate=partial(ScatterLayer, self.slots))
         self.cache_keyword = _cache_keyword(model)
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         config = model.config.get_text_config()
-        self.windows = _windows(config)
-        self.additive_mask = config._attn_implementation == "eager"
-        self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+        self.aligned = is_flash(config._attn_implementation)
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+        self.masks = Masks(config, dtype)
 
     @torch.no_grad()
     def __call__(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, *, length: int, logits_to_keep: int = 0
+        self, input_ids: torch.Tensor, positions: torch.Tensor, *, length: int, logits_to_keep: int = 0, **inputs
     ) -> torch.Tensor:
         """Logits of a block of T tokens a row, [B, T, V], or of its last `logits_to_keep` columns if that is not 0.
 
         input_ids: int64 [B, T]; what stands at padding entries is ignored.
         positions: int64 [B, T], -1 at padding entries, which come first in a row; otherwise ascending by 1. A row may
             be padding only. Logits at padding entries are finite and mean nothing.
-        length: the largest position + 1, known on the host so that no device is waited for.
+        length: the largest position + 1, known on the host so that no device is waited for (but once, if a block may be
+            a prompt without padding).
+        inputs: whatever else the model's forward takes.
         Raises ValueError if the shapes do not fit, or if `length` is not in 0 .. max_length.
         """
         if input_ids.shape != positions.shape or input_ids.dim() != 2 or input_ids.shape[0] != self.batch_size:
@@ -124,47 +132,69 @@ class RollbackModel:
             )
         if not 0 <= length <= self.max_length:
             raise ValueError(f"length is {length}, not in 0 .. {self.max_length}: make max_length larger")
-        slots = self.slots
-        slots.used = length + 1
-        if slots.used > slots.capacity:
-            slots.capacity = min(max(SMALLEST_CAPACITY, 2 * slots.used), self.max_length + 1)
-        slots.index = (positions + 1)[:, None, :, None]
-        keywords = {self.cache_keyword: self.cache}
+        T = input_ids.shape[1]
+        keep, chunk, logits = logits_to_keep or T, self.chunk or T, []
+        for start in range(0, T, chunk):
+            end = min(start + chunk, T)
+            wanted = end - max(start, T - keep)
+            # Columns ascend by 1, so that those before `end` reach no further than this.
+            reach = max(length - (T - end), 0)
+            piece = self._forward(input_ids[:, start:end], positions[:, start:end], reach, max(wanted, 1), inputs)
+            if wanted > 0:
+                logits.append(piece)
+        return logits[0] if len(logits) == 1 else torch.cat(logits, 1)
+
+    def _forward(self, input_ids, positions, length, logits_to_keep, inputs):
+        slots, T = self.slots, input_ids.shape[1]
+        self._place(positions, length)
+        position_ids = positions.clamp(min=0)
+        if length == T and bool((positions == torch.arange(T, device=positions.device)).all()):
+            # A prompt without padding: the model's own causal masks will do, or the kernels that need none.
+            slots.seen, slots.past, slots.view = T, 0, lambda states, new: new
+            mask = None
+        elif self.aligned:
+            slots.seen = max(length, T)
+            slots.past = slots.seen - T
+            slots.view, mask, position_ids = right_aligned(positions, slots.seen)
+        else:
+            # Models ask for a length to number positions and to make masks. Both are passed to them.
+            slots.seen, slots.past, used = slots.used, 0, slots.used
+            slots.view = lambda states, new: states[:, :, :used]
+            mask = self.masks(positions, slots.used)
+        keywords = {self.cache_keyword: self.cache, **inputs}
         if self.keeps_logits:
             keywords["logits_to_keep"] = logits_to_keep
         logits = self.model(
             input_ids=input_ids.masked_fill(positions < 0, 0),
-            attention_mask=self._attention_mask(positions),
-            position_ids=positions.clamp(min=0),
+            attention_mask=mask,
+            position_ids=position_ids,
             use_cache=True,
             return_dict=True,
             **keywords,
         ).logits
         return logits if self.keeps_logits else logits[:, -logits_to_keep:]
 
-    def _attention_mask(self, positions: torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
-        """One mask [B, 1, T, used] if all layers see alike, else a dict of masks by layer type."""
-        masks = {name: visible_slots(positions, self.slots.used, window) for name, window in self.windows.items()}
-        if self.additive_mask:
-            lowest = torch.finfo(self.dtype).min
-            masks = {
-                name: torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill_(~mask, lowest)
-                for name, mask in masks.items()
-            }
-        # Not every model takes a dict, and those that do take a single mask as well: for all their layers.
-        return masks if len(masks) > 1 else next(iter(masks.values()))
+    def _place(self, positions, length):
+        slots = self.slots
+        slots.used = length + 1
+        if slots.used > slots.capacity:
+            slots.capacity = min(max(SMALLEST_CAPACITY, 2 * slots.used), self.max_length + 1)
+        slots.index = (positions + 1)[:, None, :, None]
 
+    def load(self, layer: int, positions, keys: torch.Tensor, values: torch.Tensor, *, length: int) -> None:
+        """Set a layer's keys and values, each [B, heads, n, head_dim], at positions int64 [B, n], all below `length`."""
+        self._place(positions, length)
+        self.slots.view = lambda states, new: None
+        self.cache.update(keys, values, layer)
 
-def visible_slots(positions: torch.Tensor, used: int, window: int | None) -> torch.Tensor:
-    """Which slots each entry attends to, bool [B, 1, T, used].
-
-    positions: int64 [B, T]. An entry at position t sees positions max(0, t - window + 1) .. t, hence itself; a padding
-    entry (-1) sees slot 0 alone, so that its softmax is over something.
-    """
-    query = positions[:, None, :, None]
-    key = torch.arange(-1, used - 1, device=positions.device)
-    visible = (key <= query) & ((key < 0) == (query < 0))
-    return visible if window is None else visible & (key > query - window)
+    def unload(self, layer: int, positions) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take a layer's keys and values at positions int64 [B, n], anything where they are -1; the layer keeps nothing."""
+        buffers, index = self.cache.layers[layer], (positions + 1)[:, None, :, None]
+        states = tuple(
+            x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in (buffers.keys, buffers.values)
+        )
+        buffers.keys = buffers.values = None
+        return states
 
 
 def max_positions(model) -> int | None:
@@ -181,7 +211,12 @@ def max_positions(model) -> int | None:
 
 def check_rollback(model, max_length: int | None = None) -> None:
     """Raises ValueError, naming what came and what to do, if `RollbackModel` cannot run the model to max_length."""
+    model = without_wrapper(model)
     name, config = type(model).__name__, model.config.get_text_config()
+    if model.device.type == "meta":
+        raise ValueError(
+            f"the first weights of {name} are offloaded, so that it has no device: keep its embeddings on one (device_map)"
+        )
     # A class of transformers says whether it has a language model head; another one is taken at its word.
     headless = type(model).__module__.startswith("transformers.") and not model.can_generate()
     if headless or model.config.is_encoder_decoder:
@@ -194,10 +229,10 @@ def check_rollback(model, max_length: int | None = None) -> None:
             f"use a model whose layers are all {' or '.join(LAYER_TYPES)}"
         )
     attention = config._attn_implementation
-    if attention not in ATTENTION:
+    if attention not in MASKS and not is_flash(attention):
         raise ValueError(
             f"attention implementation {attention!r} takes no mask with a pattern for each row: "
-            f'call model.set_attn_implementation("sdpa"), or "eager"'
+            f'call model.set_attn_implementation("sdpa"), or one of {", ".join(MASKS)}, flash_attention_2'
         )
     parameters = inspect.signature(model.forward).parameters
     if _cache_keyword(model) is None or "position_ids" not in parameters:
@@ -228,6 +263,18 @@ def check_rollback(model, max_length: int | None = None) -> None:
         )
 
 
+def without_wrapper(model):
+    """The transformers model inside a model of PEFT's with adapters in its layers, such as LoRA; others as they are."""
+    if not hasattr(model, "active_peft_config"):
+        return model
+    config = model.active_peft_config
+    if config.is_prompt_learning:
+        raise ValueError(
+            f"{config.peft_type} adapters put tokens of their own before the prompt: merge or leave them out"
+        )
+    return model.get_base_model()
+
+
 def _cache_keyword(model) -> str | None:
     parameters = inspect.signature(model.forward).parameters
     return next((keyword for keyword in CACHE_KEYWORDS if keyword in parameters), None)
@@ -238,12 +285,3 @@ def _numbers_from_padding(model) -> bool:
         name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None
         for name, module in model.named_modules()
     )
-
-
-def _windows(config) -> dict[str, int | None]:
-    """The sliding window of each layer type of the model, None for full attention."""
-    window = getattr(config, "sliding_window", None)
-    types = getattr(config, "layer_types", None)
-    if types is None:
-        types = ["full_attention" if window is None else "sliding_attention"]
-    return {name: window if name == "sliding_attention" else None for name in dict.fromkeys(types)}

@@ -76,6 +76,21 @@ def generate(
     draft: Annotated[
         str | None, typer.Option(help="Draft, a smaller model with the same tokenizer. Needs --model.")
     ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="PROMPT is a message, in the model's chat template; none: a conversation."),
+    ] = False,
+    messages: Annotated[
+        str | None,
+        typer.Option(help='Chat about a JSON file of messages, [{"role": ..., "content": ...}]; - is stdin.'),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="A system message before the --chat.")] = None,
+    thinking: Annotated[
+        bool | None,
+        typer.Option(
+            "--thinking/--no-thinking", help="For templates with enable_thinking.", show_default="the template's"
+        ),
+    ] = None,
     rule: Annotated[
         str | None, typer.Option(help="cactus (lossy) or sps (follows the target exactly).", show_default="cactus")
     ] = None,
@@ -83,6 +98,9 @@ def generate(
         float | None, typer.Option(help="Strength of cactus, at least 0; 0 is sps.", show_default="1.0")
     ] = None,
     num_assistant_tokens: Annotated[int, typer.Option(help="Tokens drafted a round, 1 to 64.")] = 5,
+    prompt_lookup_num_tokens: Annotated[
+        int | None, typer.Option(help="Draft as many tokens from earlier text, without a draft model.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
     temperature: Annotated[float | None, typer.Option(help="Above 0.", show_default="1.0")] = None,
     top_k: Annotated[int | None, typer.Option(help="0 keeps every token.", show_default="0")] = None,
@@ -101,18 +119,22 @@ def generate(
         str | None, typer.Option(help="triton or torch.", show_default="triton on a GPU, else torch")
     ] = None,
 ):
-    """Continue a prompt with a draft model and verification, and say what it took."""
+    """Continue a prompt, or answer a message, with drafts and verification, and say what it took."""
     sampling = {"temperature": temperature, "top-k": top_k, "top-p": top_p, "rule": rule, "delta": delta}
     given = [name for name, value in sampling.items() if value is not None]
     if greedy and given:
         raise Failure(f"--greedy does not sample: leave out --{' and --'.join(given)}", 2)
     if compare and rule is not None:
         raise Failure("--compare runs both rules: leave out --rule", 2)
+    converse = chat and prompt is None and messages is None
+    if converse and (compare or json):
+        raise Failure("--compare and --json take one message: give it as the prompt", 2)
     with _status("loading"):
         from huggingface_hub.utils import logging as hub_logging
         from transformers.utils import logging
 
-        from . import runs
+        from . import runs, talk
+        from .chat import render
         from .inputs import choose_backend
 
         hub_logging.set_verbosity_error()
@@ -124,6 +146,7 @@ def generate(
                 rule=runs.make_rule(rule or "cactus", delta),
                 seed=randbits(32) if seed is None else seed,
                 num_assistant_tokens=num_assistant_tokens,
+                prompt_lookup_num_tokens=prompt_lookup_num_tokens,
                 max_new_tokens=max_new_tokens,
                 greedy=greedy,
                 backend=backend,
@@ -133,16 +156,27 @@ def generate(
             choose_backend(backend, on)
             text = runs.DEFAULT_PROMPT if prompt is None else _stdin() if prompt == "-" else prompt
             runs.check_prompt(text)
-            pair = runs.load_pair(model, draft, runs.find_dtype(dtype, on), on)
-            ids = runs.encode(pair, text, settings)
+            conversation = talk.messages_of(prompt, text, chat, messages, system, thinking, _stdin)
+            pair = runs.load_pair(
+                model, draft, runs.find_dtype(dtype, on), on, lookup=prompt_lookup_num_tokens is not None
+            )
+            if conversation is not None:
+                text = render(pair.tokenizer, conversation, thinking)
+                runs.end_answers(pair)
+            ids = runs.encode(pair, text, settings, add_special_tokens=conversation is None)
     described = {"prompt": text, "settings": pair.to_dict() | settings.to_dict()}
+    if conversation is not None:
+        described["messages"] = conversation
     with _one_line(1, ValueError):
+        if on.type != "cpu" and not compare:
+            runs.warm_up(pair, ids, settings)
+        if converse:
+            talk.converse(pair, settings, conversation[:-1], thinking, write=_write)
+            return
         if compare:
             results = runs.compare(pair, ids, settings)
         else:
-            if on.type != "cpu":
-                runs.warm_up(pair, ids, settings)
-            if not json:
+            if not json and conversation is None:
                 typer.secho(text, dim=True, nl=False)
             results = [runs.run_speculative(pair, ids, settings, write=None if json else _write)]
     speeds = [run.tokens_per_second / results[0].tokens_per_second for run in results]
@@ -348,6 +382,9 @@ def _print_run(run, settings):
         f"{_percent(run.acceptance_rate)}, {sum(stats.accepted)} of {sum(stats.drafted)} drafted tokens"
     )
     rows["time"] = ", ".join(f"{name} {_percent(part / run.seconds)}" for name, part in run.time_split.items())
+    caches = f"caches {_megabytes(stats.target_cache_bytes + stats.draft_cache_bytes)}"
+    peak = "" if stats.peak_memory_bytes is None else f"; at most {_megabytes(stats.peak_memory_bytes)} in all"
+    rows["memory"] = f"{caches}{peak}"
     rows["models"] = _models(settings)
     if not settings["greedy"]:
         rows["seed"] = str(settings["seed"])
@@ -372,7 +409,8 @@ def _print_comparison(results, speeds, settings, why_slower):
     console = _console()
     console.print(table)
     seed = "greedy" if settings["greedy"] else f"seed {settings['seed']}"
-    notes = [f"{_models(settings)}; {settings['num_assistant_tokens']} drafted tokens a round; {seed}."]
+    drafts = settings["prompt_lookup_num_tokens"] or settings["num_assistant_tokens"]
+    notes = [f"{_models(settings)}; {drafts} drafted tokens a round; {seed}."]
     notes.append("All are timed to the same number of tokens, past the end of the text.")
     if settings["delta"]:
         notes.append("sps follows the target's distribution, as plain decoding does; cactus is lossy.")
@@ -387,6 +425,10 @@ def _decoding(name, settings):
 
 def _models(settings):
     return f"{settings['model']}, {settings['draft']}; {settings['device']}, {settings['dtype']}"
+
+
+def _megabytes(size):
+    return f"{size / 2**20:.1f} MiB"
 
 
 def _percent(share):

@@ -1,20 +1,23 @@
 """`speculative_generate`: draft, score, verify, commit, over Hugging Face models."""
 
+import inspect
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 
-from .cache import RollbackModel
-from .checks import check_request
+from .batch import Batch, Scorer, arg_max
+from .cache_handover import CACHE_NAME, brought, give, take
+from .checks import NUM_ASSISTANT_TOKENS, check_prepared, check_request
+from .drafters import ModelDrafter, PromptLookup
+from .images import image_inputs
 from .inputs import choose_backend
-from .processors import Processors, Stopping, pad_id
-from .rows import DraftSampler
+from .outputs import Streams, TokenScores
+from .processors import Processors, Stopping, callers_criteria, callers_processors, pad_id
 from .rules import Coupled
-from .sampling import RowStats
-from .stats import Stats
+from .stats import Stats, cache_bytes, peak_memory
 from .verify import VerifyOutput, verify_from_logits
 
 
@@ -29,10 +32,10 @@ def speculative_generate(
     model,
     input_ids=None,
     *,
-    assistant_model,
+    assistant_model=None,
     rule="cactus",
     budget=None,
-    num_assistant_tokens=5,
+    num_assistant_tokens=NUM_ASSISTANT_TOKENS,
     draft_temperature=None,
     seed=None,
     backend=None,
@@ -45,7 +48,7 @@ def speculative_generate(
     assistant_tokenizer=None,
     **kwargs,
 ):
-    """Generate with a draft model and fused verification: a drop-in for `model.generate(..., assistant_model=...)`.
+    """Generate with drafts and fused verification: a drop-in for `model.generate(..., assistant_model=...)`.
 
     Batches of any size; each request accepts its own number of tokens and ends alone. The default rule is lossy: with
     `rule="sps"` sampled tokens follow the target exactly, with `do_sample=False` they are those of plain greedy decoding
@@ -54,26 +57,30 @@ def speculative_generate(
     that read the text are called for one row at a time, [1, L] without padding, as if it were generated alone.
 
     Args:
-        model: the target, a decoder-only causal LM with eager or sdpa attention and a cache that can roll back.
+        model: the target, a decoder-only causal LM with eager, sdpa or flash attention and a cache that can roll back.
         input_ids: int64 [B, P], left-padded; rows of different lengths need `attention_mask`.
-        assistant_model: the draft, of the same kind and with the same tokenizer.
+        assistant_model: the draft, of the same kind and with the same tokenizer; `skip_layers(model, ...)` makes one of
+            the target's own weights. Without one, prompt_lookup_num_tokens drafts from the row's own text.
         rule: a `Rule` such as `Cactus(0.75)` or its name, such as "sps" or "cactus" (delta 1); the README has a table.
         budget: nats that each text may spend, a number or a list with one a row: then no text is more than e^budget times as
             likely as under the (processed) target, and the KL divergence of the law of whole texts is at most the budget
             (docs/rules.md). `stats.spent` tells what each text spent. For SpS, Cactus, AdaptiveCactus, Capped, Interpolation.
-        num_assistant_tokens: tokens drafted a round, 0 to 64; with 0 the target decodes alone.
+        num_assistant_tokens: tokens drafted a round, 1 to 64; or a list with one number a row, which may be 0.
         draft_temperature: the draft's temperature where it samples, >= 0 (0: greedy drafts); None: that of `temperature`.
         seed: an int gives row r the stream (seed, r), so that a row's tokens depend on its place; a list or int64 tensor
             holds one seed a row (after num_return_sequences), and then they do not; None draws one from torch's generator.
             The same seed gives the same tokens, up to the rounding of the models' own products.
         backend: as in `verify`.
-        generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, streamer, **kwargs: as in
-            `generate`, e.g. attention_mask, max_new_tokens, do_sample, temperature, top_k, top_p, min_p,
-            repetition_penalty, eos_token_id, pad_token_id, return_dict_in_generate.
+        streamer: as in `generate`, for one row; or a list with one a row, which gets its row's prompt without padding,
+            every token, and its end as soon as the row has ended.
+        generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, **kwargs: as in `generate`;
+            docs/generate.md has a row for each keyword. A cache (a `DynamicCache`, as it came back from an earlier call) is
+            continued from, and holds the new text afterwards.
         tokenizer, assistant_tokenizer: if both are given, their ids are compared; `tokenizer` serves `stop_strings` too.
 
     Returns:
-        int64 [B, P + new tokens], as `generate` does; or `SpeculativeOutput` with `return_dict_in_generate=True`.
+        int64 [B, P + new tokens], as `generate` does; or `SpeculativeOutput` with `return_dict_in_generate=True`. Its
+        cache ends where the shortest row does.
 
     Raises:
         TypeError, ValueError: before any work, naming what came and what to do. ValueError while running where a model
@@ -110,6 +117,86 @@ def speculative_generate(
     )
 
 
+def custom_generate(
+    model,
+    input_ids,
+    *,
+    logits_processor,
+    stopping_criteria,
+    generation_config,
+    assistant_model=None,
+    rule="cactus",
+    budget=None,
+    num_assistant_tokens=NUM_ASSISTANT_TOKENS,
+    draft_temperature=None,
+    prompt_lookup_num_tokens=None,
+    max_matching_ngram_size=None,
+    seed=None,
+    backend=None,
+    streamer=None,
+    tokenizer=None,
+    assistant_tokenizer=None,
+    stop_strings=None,
+    **model_kwargs,
+):
+    """The loop of `speculative_generate` as `model.generate(..., custom_generate=)` takes it.
+
+        model.generate(**inputs, custom_generate=partial(custom_generate, assistant_model=draft), rule="sps", seed=1)
+
+    `generate` gives a function neither its own assistant_model, streamer, tokenizer nor assistant_tokenizer: bind them
+    with `functools.partial`. The other keywords above may stand in the call of `generate`, also stop_strings where the
+    tokenizer is bound, and prompt_lookup_num_tokens, which needs no binding. Their meaning and errors are those of
+    `speculative_generate`, but that `generate` makes the mask where there is none, from the padding id.
+
+    Raises:
+        ValueError: also for an assistant_model or a streamer that was passed to `generate` and would be lost.
+    """
+    _refuse_lost(inspect.currentframe())
+    attention_mask = model_kwargs.get("attention_mask")  # named above, `generate` would not prepare it
+    settings = {"stop_strings": stop_strings, "prompt_lookup_num_tokens": prompt_lookup_num_tokens}
+    settings |= {"max_matching_ngram_size": max_matching_ngram_size, "attention_mask": attention_mask}
+    settings |= image_inputs(model_kwargs) | {CACHE_NAME: brought(model_kwargs)}
+    request = check_request(
+        model, input_ids, assistant_model, rule, budget, num_assistant_tokens, draft_temperature, seed, generation_config,
+        logits_processor, callers_criteria(stopping_criteria, generation_config), streamer, tokenizer, assistant_tokenizer,
+        {name: value for name, value in settings.items() if value is not None}, expanded=True,
+    )  # fmt: skip
+    choose_backend(backend, model.device)
+    user_processors, prefix_allowed_tokens_fn = callers_processors(
+        model, logits_processor, generation_config, input_ids, attention_mask
+    )
+    return _decode(
+        model,
+        request.input_ids,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        generation_config=generation_config,
+        request=request,
+        assistant_model=assistant_model,
+        backend=backend,
+        user_processors=user_processors,
+        prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
+        streamer=streamer,
+        **model_kwargs,
+    )
+
+
+def _refuse_lost(frame):
+    """Raises ValueError if the call of `generate` above us was given what it keeps from a function that it calls.
+
+    It drops these without a word, and there is no other way to see them.
+    """
+    generate = inspect.unwrap(GenerationMixin.generate).__code__
+    while frame is not None and frame.f_code is not generate:
+        frame = frame.f_back
+    for name in ("assistant_model", "streamer"):
+        if frame is not None and frame.f_locals.get(name) is not None:
+            raise ValueError(
+                f"generate keeps its {name} from custom_generate: bind it, "
+                f"custom_generate=functools.partial(custom_generate, {name}=...)"
+            )
+
+
 def _decode(
     model,
     input_ids,
@@ -127,8 +214,9 @@ def _decode(
     **model_kwargs,
 ):
     """The decoding loop, called by `generate` with everything prepared (`num_return_sequences` rows expanded too)."""
+    check_prepared(input_ids, attention_mask, model_kwargs)
     new_tokens = generation_config.max_length - input_ids.shape[1]
-    batch = _Batch(input_ids, attention_mask, new_tokens, request.num_assistant_tokens)
+    batch = Batch(input_ids, attention_mask, new_tokens, request.num_assistant_tokens, request.prefill_chunk_size)
     processors = Processors(
         model, logits_processor, generation_config, user_processors, prefix_allowed_tokens_fn, batch.prompts, new_tokens
     )
@@ -137,178 +225,105 @@ def _decode(
         model, assistant_model, batch, processors, request, request.seeds(batch.size), backend,
         greedy=not generation_config.do_sample,
     )  # fmt: skip
+    cache = model_kwargs.get(CACHE_NAME)
+    if request.continues:
+        decoder.cached = take(decoder.scorer.model, cache, batch.padding)
     stats = Stats.of(request.rule, batch.size, request.budget)
+    kept = TokenScores(generation_config, batch.size, processors.warpers)
     clock = _Clock(model.device)
-    if streamer is not None:
-        streamer.put(input_ids.cpu())
+    images = image_inputs(model_kwargs)
+    if images:
+        with clock.time("target"):
+            decoder.read_prompt(images)
+        stats.target_forwards += 1
+    streams = Streams(streamer, input_ids, batch.prompts)
 
     while batch.active:
         with clock.time("draft"):
-            draft_token_ids, draft_logits, draft_stats = decoder.draft()
+            drafts = decoder.draft()
         with clock.time("target"):
-            target = decoder.score()
+            logits, scores = decoder.score()
         with clock.time("verify"):
-            verified = decoder.verify(target, draft_logits, draft_stats, draft_token_ids)
+            verified = decoder.verify(scores, *drafts)
         emitted = batch.commit(verified, stopping, stats)
         stats.target_forwards += 1
-        if streamer is not None:
-            for token in emitted[0]:
-                streamer.put(torch.tensor([token]))
+        kept.put(logits, scores, emitted)
+        streams.put(emitted, batch.remaining)
 
-    if streamer is not None:
-        streamer.end()
     if request.budget is not None:
         stats.spent = (request.budget - decoder.left).tolist()
     stats.draft_seconds, stats.target_seconds, stats.verify_seconds = (
         clock.seconds(k) for k in ("draft", "target", "verify")
     )
+    stats.target_cache_bytes, stats.draft_cache_bytes = map(cache_bytes, (decoder.scorer.model, decoder.drafter.model))
+    stats.peak_memory_bytes = peak_memory(model.device)
     sequences = batch.sequences(input_ids, pad_id(generation_config))
+    if generation_config.return_dict_in_generate or request.continues:
+        # Up to the end of the shortest row but its last token, which no forward pass has seen.
+        seen = input_ids.shape[1] + min(stats.tokens) - 1
+        cache = give(decoder.scorer.model, cache, batch.padding, seen)
     if generation_config.return_dict_in_generate:
-        return SpeculativeOutput(sequences=sequences, stats=stats)
+        return SpeculativeOutput(
+            sequences=sequences, scores=kept.scores(), logits=kept.logits(), stats=stats, **{CACHE_NAME: cache}
+        )
     return sequences
 
 
-class _Batch:
-    """The rows of a batch: their texts without padding, and how far each has come.
-
-    Attributes:
-        text: int64 [B, L]; row b holds its prompt and tokens in text[b, : length[b]], drafts beyond.
-        length: tokens of each row (a list; `lengths` is the same on the device).
-        remaining: tokens each row may still emit, 0 once it has ended.
-    """
-
-    def __init__(self, input_ids, attention_mask, new_tokens, num_assistant_tokens):
-        self.size, P = input_ids.shape
-        self.device = input_ids.device
-        padding = [0] * self.size if attention_mask is None else (attention_mask == 0).sum(1).tolist()
-        self.prompts = [row[pad:] for row, pad in zip(input_ids, padding, strict=True)]
-        self.num_assistant_tokens = num_assistant_tokens
-        self.length = [P - pad for pad in padding]
-        self.max_length = max(self.length) + new_tokens
-        self.remaining = [new_tokens] * self.size
-        self.emitted = [[] for _ in range(self.size)]
-        self.text = torch.zeros(
-            (self.size, self.max_length + num_assistant_tokens), dtype=torch.int64, device=self.device
-        )
-        for row, prompt in zip(self.text, self.prompts, strict=True):
-            row[: len(prompt)] = prompt
-        self._plan()
-
-    @property
-    def active(self) -> bool:
-        return any(self.remaining)
-
-    def _plan(self):
-        # A row that may emit r more tokens has use for r - 1 drafts: the last one is recovered or the bonus.
-        self.drafts = [min(self.num_assistant_tokens, max(r - 1, 0)) for r in self.remaining]
-        self.lengths = torch.tensor(self.length, device=self.device)
-        self.num_drafts = torch.tensor(self.drafts, device=self.device)
-        self.is_active = torch.tensor([r > 0 for r in self.remaining], device=self.device)
-
-    def block(self, before: int, after: int):
-        """Tokens and positions, int64 [B, before + after] each: the last `before` of each row's text and `after` drafts.
-
-        Positions are -1 where a row has no such token, as all of a row that has ended.
-        """
-        j = torch.arange(-before, after, device=self.device)
-        positions = self.lengths[:, None] + j
-        real = (positions >= 0) & (j < self.num_drafts[:, None]) & self.is_active[:, None]
-        return self.text.gather(1, positions.clamp(min=0)), positions.masked_fill(~real, -1)
-
-    def commit(self, verified, stopping, stats):
-        """Append what verification emitted, each row its own number of tokens; returns it, a list for each row."""
-        token_ids = verified.token_ids
-        count = (token_ids >= 0).sum(1)
-        last = (self.lengths + count - 1).clamp(min=0)[:, None]
-        self.text.scatter_(1, last, token_ids.gather(1, (count - 1).clamp(min=0)[:, None]))
-        valid, num_accepted = verified.valid.tolist(), verified.num_accepted.tolist()
-        emitted = [[] for _ in range(self.size)]
-        for b, row in enumerate(token_ids.tolist()):
-            if not self.remaining[b]:
-                valid[b] = True
-                continue
-            tokens = [t for t in row if t >= 0]
-            kept, ended = stopping.cut(self.text[b, : self.length[b] + len(tokens)], tokens)
-            valid[b] |= ended  # what is bad comes after the end
-            stats.count(b, self.drafts[b], min(kept, num_accepted[b]), kept)
-            self.length[b] += kept
-            self.remaining[b] = 0 if ended else self.remaining[b] - kept
-            emitted[b] = tokens[:kept]
-            self.emitted[b] += emitted[b]
-        VerifyOutput(token_ids, verified.num_accepted, torch.tensor(valid)).raise_if_invalid()
-        self._plan()
-        return emitted
-
-    def sequences(self, input_ids, pad_token_id):
-        """int64 [B, P + longest output]: prompts as they came, outputs, padding on the right."""
-        longest = max(map(len, self.emitted))
-        if any(len(tokens) < longest for tokens in self.emitted):
-            self.emitted = [tokens + [pad_token_id] * (longest - len(tokens)) for tokens in self.emitted]
-        return torch.cat([input_ids, torch.tensor(self.emitted, dtype=torch.int64, device=self.device)], dim=1)
-
-
 class _Decoder:
-    """Target and draft over a batch, and the random stream of each row."""
+    """Target and drafts over a batch, and the random stream of each row."""
 
     def __init__(self, model, assistant_model, batch, processors, request, seed, backend, greedy):
-        self.batch, self.processors, self.rule, self.seed, self.backend = batch, processors, request.rule, seed, backend
         self.left = request.budget  # of a budget, float64 [B]; or None
-        self.sampling = self.draft_sampling = processors.sampling
+        self.batch, self.rule, self.seed, self.backend, self.greedy = batch, request.rule, seed, backend, greedy
+        self.sampling = draft_sampling = processors.sampling
         if request.draft_temperature is not None:
-            self.draft_sampling = replace(self.sampling, temperature=request.draft_temperature)
-        self.target = RollbackModel(model, batch.size, batch.max_length)
-        self.assistant = RollbackModel(assistant_model, batch.size, batch.max_length)
-        self.vocab_size, self.draft_vocab_size = (
-            m.config.get_text_config().vocab_size for m in (model, assistant_model)
-        )
+            draft_sampling = replace(self.sampling, temperature=request.draft_temperature)
+        vocab_size = model.config.get_text_config().vocab_size
+        self.scorer = Scorer(model, batch, processors, vocab_size)
         self.offset = torch.zeros(batch.size, dtype=torch.int64, device=batch.device)
-        self.greedy = greedy
+        if request.max_ngram_size is None:
+            self.drafter = ModelDrafter(
+                assistant_model,
+                batch,
+                processors,
+                vocab_size,
+                None if greedy else draft_sampling,
+                seed,
+                self.offset,
+                backend,
+            )
+        else:
+            self.drafter = PromptLookup(batch, request.max_ngram_size)
         self.first_round = True
+        self.cached = 0  # tokens of the longest row that the target need not read again
 
     def draft(self):
-        """Draft the round's tokens one by one into the batch's text: their ids int64 [B, m], -1 beyond a row's number of
-        drafts; the logits they were drawn from, [B, m, V], and their `RowStats` [B, m] (None if greedy)."""
-        batch = self.batch
-        m = max(batch.drafts)
-        ids = torch.full((batch.size, m), -1, dtype=torch.int64, device=batch.device)
-        logits, stats = None, []
-        sampler = DraftSampler(self.seed, self.offset, m, self.draft_sampling, self.backend)
-        for j in range(m):
-            # The last two tokens, since the draft has not seen the last one that was accepted when all were. It writes
-            # over what it had, so every row may do the same.
-            before = (max(batch.length) if self.first_round else 2) if j == 0 else 0
-            tokens, positions = batch.block(before, j) if j == 0 else (x[:, -1:] for x in batch.block(0, j))
-            scores = self._scores(self.assistant, tokens, positions, ahead=j, keep=1)[:, 0]
-            if self.greedy:
-                token = arg_max(scores)
-            else:
-                if logits is None:
-                    logits = scores.new_empty((batch.size, m, scores.shape[-1]))
-                logits[:, j] = scores
-                drawn = sampler(scores, j)
-                token = drawn.token_ids
-                stats.append(drawn.stats)
-            ids[:, j] = torch.where(batch.num_drafts > j, token, -1)
-            batch.text.scatter_(1, (batch.lengths + j)[:, None], token.clamp(min=0)[:, None])
-        return ids, logits, RowStats.stack(stats) if stats else None
+        """Drafts of the round: ids int64 [B, m], -1 beyond a row's number, and what they were drawn from (drafters.py)."""
+        return self.drafter.draft()
+
+    def read_prompt(self, images):
+        """The target's pass over the prompt alone: among drafts there may be tokens that stand for images."""
+        length = max(self.batch.length)
+        self.scorer.model(*self.batch.block(length - self.cached, 0), length=length, logits_to_keep=1, **images)
+        self.cached = length - 1
 
     def score(self):
-        """The target at the last token and every draft: logits [B, m + 1, V], or the arg max [B, m + 1]."""
+        """The target at the last token and every draft: logits [B, m + 1, V], as they are and as processors leave them."""
         batch = self.batch
         m = max(batch.drafts)
-        tokens, positions = batch.block(max(batch.length) if self.first_round else 1, m)
+        tokens, positions = batch.block(max(batch.length) - self.cached if self.first_round else 1, m)
         self.first_round = False
-        scores = self._scores(self.target, tokens, positions, ahead=0, keep=m + 1)
-        return arg_max(scores) if self.greedy else scores
+        logits = self.scorer.logits(tokens, positions, ahead=0, keep=m + 1)
+        return logits, self.scorer.scores(logits, ahead=0)
 
-    def verify(self, target, draft_logits, draft_stats, draft_token_ids):
+    def verify(self, scores, draft_token_ids, draft_logits, draft_stats):
         """Accept, recover: a `VerifyOutput`. The random words of every drafted row are spent, also of rejected ones."""
         num_drafts = self.batch.num_drafts
         if self.greedy:
-            verified = verify_greedy(target, draft_token_ids)
+            verified = verify_greedy(arg_max(scores), draft_token_ids)
         else:
             verified = verify_from_logits(
-                target, draft_logits, draft_token_ids, self.rule, sampling=self.sampling, draft_stats=draft_stats,
+                scores, draft_logits, draft_token_ids, self.rule, sampling=self.sampling, draft_stats=draft_stats,
                 budget=self.left, seed=self.seed, offset=self.offset, backend=self.backend,
             )  # fmt: skip
             if self.left is not None:
@@ -320,33 +335,6 @@ class _Decoder:
         stop = verified.num_accepted.long()
         following = torch.nn.functional.pad(draft_token_ids, (0, 1), value=-1).gather(1, stop[:, None])[:, 0]
         return replace(verified, valid=verified.valid & ((following >= 0) | (stop >= num_drafts)))
-
-    def _scores(self, model, tokens, positions, ahead, keep):
-        """Processed logits [B, keep, V] after a block of tokens; the first of them come after `ahead` drafts."""
-        batch = self.batch
-        length = max(
-            n + min(d, ahead + keep - 1)
-            for n, d, r in zip(batch.length, batch.drafts, batch.remaining, strict=True)
-            if r
-        )
-        if model is self.assistant:
-            # A padded vocabulary may be the draft's or the target's. What the draft cannot read costs acceptance alone;
-            # what it cannot say has probability 0; what the target does not know is never proposed.
-            tokens = tokens.clamp(max=self.draft_vocab_size - 1)
-        logits = model(tokens, positions, length=length, logits_to_keep=keep)
-        if model is self.assistant and self.draft_vocab_size != self.vocab_size:
-            pad = self.vocab_size - logits.shape[-1]
-            # Not -inf: where processors leave nothing but tokens that the draft cannot say, it says any of those.
-            value = max(-1e30, torch.finfo(logits.dtype).min)
-            logits = torch.nn.functional.pad(logits, (0, pad), value=value)
-        lengths = [n if r else None for n, r in zip(batch.length, batch.remaining, strict=True)]
-        return self.processors(logits, batch.text, lengths, batch.drafts, ahead)
-
-
-def arg_max(scores):
-    """The lowest of the ids with the largest score, int64; -1 where a score is NaN. scores: [..., V]."""
-    largest, ids = scores.max(-1)
-    return ids.masked_fill(largest.isnan(), -1)
 
 
 def verify_greedy(target_token_ids, draft_token_ids) -> VerifyOutput:

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 from .sampling import Sampling
 
@@ -54,9 +54,12 @@ def split_warpers(processors):
 class Processors:
     """The processors of `generate`, applied to draft and target alike; `sampling` is what comes after them.
 
+    `warpers` are the processors that `sampling` stands for, for those who want the scores that `generate` gives.
+
     Processors that read the text get a row's own text without padding, and are made for each row with that row's
-    lengths. So a request does not depend on its batch. They never see a text that cannot come out, with tokens after EOS
-    or past the row's drafts: some cannot bear one.
+    lengths; of the caller's own ones, rows after the first get a copy. So a request does not depend on its batch, and what
+    a processor remembers of a text stays with that text. They never see a text that cannot come out, with tokens after
+    EOS, past the row's drafts or after one that they forbid: some cannot bear one.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Processors:
         prompts: the prompts without padding, int64 [n_b] each. new_tokens: most tokens a row may get.
         """
         self.prepared, self.sampling = split_warpers(prepared)
+        self.warpers = LogitsProcessorList(prepared[len(self.prepared) :])
         self.scores_only = all(type(processor) in SCORES_ONLY for processor in self.prepared)
         if self.scores_only:
             return
@@ -86,7 +90,9 @@ class Processors:
                 encoder_input_ids=prompt[None],
                 prefix_allowed_tokens_fn=prefix_allowed_tokens_fn
                 and partial(_in_row, prefix_allowed_tokens_fn, row // generation_config.num_return_sequences),
-                logits_processor=LogitsProcessorList(user_processors or []),
+                logits_processor=LogitsProcessorList(
+                    copy.deepcopy(processor) if row else processor for processor in user_processors or []
+                ),
                 device=prompt.device,
                 model_kwargs={},
             )
@@ -117,6 +123,8 @@ class Processors:
                 scores[row, k : k + 1] = self.by_row[row](
                     text[row : row + 1, : length + n], scores[row, k : k + 1].clone()
                 )
+                if n < len(drafted) and k + 1 < scores.shape[1] and scores[row, k, drafted[n]] == -torch.inf:
+                    break
         return scores
 
 
@@ -129,8 +137,8 @@ class Stopping:
         self.criteria = [
             c
             for c in criteria
-            if any(c is own for own in user_criteria) or not isinstance(c, (MaxLengthCriteria, EosTokenCriteria))
-        ]
+            if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria)) and not any(c is own for own in user_criteria)
+        ] + list(user_criteria)
 
     def cut(self, text, tokens):
         """How many of `tokens` a row keeps, and whether it ends with them.
@@ -142,6 +150,50 @@ class Stopping:
             if token in self.eos or any(bool(c(text[None, : before + k], None)) for c in self.criteria):
                 return k, True
         return len(tokens), False
+
+
+def callers_processors(model, prepared, generation_config, input_ids, attention_mask):
+    """What a caller gave to `generate`, read off what it prepared: a list of processors and a prefix_allowed_tokens_fn.
+
+    A processor is the caller's if the generation config alone does not ask for the like of it.
+    """
+    own = model._get_logits_processor(
+        generation_config=generation_config,
+        input_ids_seq_length=input_ids.shape[1],
+        encoder_input_ids=input_ids[:: generation_config.num_return_sequences],  # `generate` repeats the rows later
+        device=input_ids.device,
+        model_kwargs={"attention_mask": attention_mask},
+    )
+    allowed = [p._prefix_allowed_tokens_fn for p in prepared if type(p) is hf.PrefixConstrainedLogitsProcessor]
+    others = [p for p in prepared if type(p) is not hf.PrefixConstrainedLogitsProcessor]
+    return [p for p in others if not any(_alike(p, q) for q in own)], next(iter(allowed), None)
+
+
+def callers_criteria(prepared, generation_config):
+    """The stopping criteria among the prepared ones that the generation config does not ask for."""
+    eos = sorted(eos_ids(generation_config))
+
+    def asked_for(c):
+        return (
+            (type(c) is MaxLengthCriteria and c.max_length == generation_config.max_length)
+            or (type(c) is MaxTimeCriteria and c.max_time == generation_config.max_time)
+            or (type(c) is EosTokenCriteria and sorted(c.eos_token_id.tolist()) == eos)
+        )
+
+    return [c for c in prepared if not asked_for(c)]
+
+
+def _alike(processor, other):
+    """Whether two processors are of one type and hold the same settings."""
+    mine, others = vars(processor), vars(other)
+    return (
+        type(processor) is type(other)
+        and mine.keys() == others.keys()
+        and all(
+            torch.equal(x, y) if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) else x == y
+            for x, y in ((mine[name], others[name]) for name in mine)
+        )
+    )
 
 
 def eos_ids(generation_config):

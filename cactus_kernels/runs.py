@@ -7,12 +7,14 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers.generation.streamers import BaseStreamer
 
 from .assets import embedded_pair
 from .cache import check_rollback, max_positions
-from .checks import check_same_tokenizer
+from .chat import end_of_turn
+from .checks import NUM_ASSISTANT_TOKENS, check_same_tokenizer
 from .generate import speculative_generate
+from .outputs import TextStream
+from .processors import eos_ids
 from .rules import Cactus, Rule, SpS, resolve_rule
 from .stats import Stats
 from .verify import MAX_DRAFT_TOKENS
@@ -20,18 +22,21 @@ from .verify import MAX_DRAFT_TOKENS
 DEFAULT_PROMPT = "Question: Maria has 5 boxes of pencils."
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 WARM_UP_TOKENS = 16
-CONTEXT = 5  # tokens of the prompt that a first new token is decoded with: some tokenizers drop a leading space else
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A target, its draft and their tokenizer, loaded; and the names they were asked for by."""
+    """A target, its draft (None with prompt lookup) and their tokenizer, loaded; and the names they were asked for by."""
 
     model: torch.nn.Module
-    assistant_model: torch.nn.Module
+    assistant_model: torch.nn.Module | None
     tokenizer: object
     model_name: str
     assistant_name: str
+
+    @property
+    def models(self) -> tuple:
+        return (self.model,) if self.assistant_model is None else (self.model, self.assistant_model)
 
     def to_dict(self) -> dict:
         """What was loaded and how, ready for JSON."""
@@ -49,7 +54,8 @@ class Settings:
 
     rule: Rule
     seed: int
-    num_assistant_tokens: int = 5
+    num_assistant_tokens: int = NUM_ASSISTANT_TOKENS
+    prompt_lookup_num_tokens: int | None = None
     max_new_tokens: int = 128
     greedy: bool = False
     temperature: float = 1.0
@@ -58,9 +64,13 @@ class Settings:
     backend: str | None = None
 
     def __post_init__(self):
-        if not 1 <= self.num_assistant_tokens <= MAX_DRAFT_TOKENS:
+        for name in ("num_assistant_tokens", "prompt_lookup_num_tokens"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= MAX_DRAFT_TOKENS:
+                raise ValueError(f"{name.replace('_', '-')} must be in 1 .. {MAX_DRAFT_TOKENS}, got {value}")
+        if self.prompt_lookup_num_tokens is not None and self.num_assistant_tokens != NUM_ASSISTANT_TOKENS:
             raise ValueError(
-                f"num-assistant-tokens must be in 1 .. {MAX_DRAFT_TOKENS}, got {self.num_assistant_tokens}"
+                "--prompt-lookup-num-tokens and --num-assistant-tokens are both given: leave the latter out"
             )
         if self.max_new_tokens < 1:
             raise ValueError(f"max-new-tokens must be at least 1, got {self.max_new_tokens}")
@@ -75,8 +85,10 @@ class Settings:
             raise ValueError(f"seed must fit in 64 bits, got {self.seed}")
 
     def to_dict(self) -> dict:
-        """Everything above, ready for JSON; what greedy decoding has no use for is None."""
+        """Everything above, ready for JSON; what a run has no use for is None."""
         values = asdict(self) | {"rule": self.rule.name, "delta": next(iter(self.rule.strengths), None)}
+        if self.prompt_lookup_num_tokens is not None:
+            values["num_assistant_tokens"] = None
         if self.greedy:
             values |= dict.fromkeys(("rule", "delta", "temperature", "top_k", "top_p", "seed"))
         return values
@@ -126,44 +138,6 @@ class Run:
         }
 
 
-class TextStream(BaseStreamer):
-    """Passes text on as its tokens come, a character of several tokens only once it is whole.
-
-    Args:
-        tokenizer: its special tokens are left out.
-        write: called with each new piece of text, a str that is not empty. The prompt is not passed on.
-    """
-
-    def __init__(self, tokenizer, write):
-        self.tokenizer, self.write = tokenizer, write
-        self.ids, self.start, self.read = None, 0, 0
-
-    def put(self, value):
-        """The prompt's ids, then new ones; int64, any shape."""
-        tokens = value.flatten().tolist()
-        if self.ids is None:
-            self.ids, self.start, self.read = tokens, max(0, len(tokens) - CONTEXT), len(tokens)
-            return
-        for token in tokens:
-            self.ids.append(token)
-            self._pass_on(whole=True)
-
-    def end(self):
-        self._pass_on(whole=False)
-
-    def _pass_on(self, whole):
-        # Texts of tokens do not simply add up: what is new is what the text of a few tokens has gained.
-        before, now = self._decode(self.ids[self.start : self.read]), self._decode(self.ids[self.start :])
-        if whole and now.endswith("\N{REPLACEMENT CHARACTER}"):
-            return
-        if len(now) > len(before):
-            self.write(now[len(before) :])
-        self.start, self.read = self.read, len(self.ids)
-
-    def _decode(self, ids):
-        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-
 def check_prompt(prompt: str) -> None:
     """Raises ValueError for a prompt that no tokenizer takes."""
     if not prompt.strip():
@@ -203,14 +177,26 @@ def find_dtype(name: str, device: torch.device) -> torch.dtype | str:
     return getattr(torch, name)
 
 
-def load_pair(model_name: str | None, assistant_name: str | None, dtype, device: torch.device) -> Pair:
-    """Two checkpoints by their directories or hub ids, or the embedded pair. Raises ValueError, naming what is wrong."""
-    if (model_name is None) != (assistant_name is None):
+def load_pair(model_name: str | None, assistant_name: str | None, dtype, device: torch.device, lookup=False) -> Pair:
+    """Two checkpoints by their directories or hub ids, or the embedded pair. Raises ValueError, naming what is wrong.
+
+    lookup: whether drafts come from the text, so that there is no draft model.
+    """
+    if lookup and assistant_name is not None:
+        raise ValueError("--draft and --prompt-lookup-num-tokens are both given: leave one out")
+    if not lookup and (model_name is None) != (assistant_name is None):
         given, missing = ("--model", "--draft") if assistant_name is None else ("--draft", "--model")
         raise ValueError(f"{given} needs {missing}: give both, or neither for the embedded pair")
     if model_name is None:
         model, assistant_model, tokenizer = embedded_pair(dtype=dtype, device=device)
         pair = Pair(model, assistant_model, tokenizer, "embedded target", "embedded draft")
+        if lookup:
+            pair = replace(pair, assistant_model=None, assistant_name="prompt lookup")
+    elif lookup:
+        _load(AutoConfig, model_name)
+        tokenizer = _load(AutoTokenizer, model_name)
+        model = _load(AutoModelForCausalLM, model_name, dtype=dtype).to(device).eval()
+        pair = Pair(model, None, tokenizer, model_name, "prompt lookup")
     else:
         # Configs and tokenizers first: they are small, and most mistakes show there.
         for name in (model_name, assistant_name):
@@ -220,7 +206,7 @@ def load_pair(model_name: str | None, assistant_name: str | None, dtype, device:
         models = (_load(AutoModelForCausalLM, name, dtype=dtype) for name in (model_name, assistant_name))
         model, assistant_model = (m.to(device).eval() for m in models)
         pair = Pair(model, assistant_model, tokenizer, model_name, assistant_name)
-    for m in (pair.model, pair.assistant_model):
+    for m in pair.models:
         check_rollback(m)
         # Of a checkpoint's own settings only the special tokens count: sampling is by the settings of the run.
         eos = m.generation_config.eos_token_id
@@ -233,10 +219,22 @@ def load_pair(model_name: str | None, assistant_name: str | None, dtype, device:
     return pair
 
 
-def encode(pair: Pair, prompt: str, settings: Settings) -> torch.Tensor:
-    """int64 [1, P]. Raises ValueError for a prompt that leaves no room for the new tokens."""
-    ids = pair.tokenizer(prompt, return_tensors="pt").input_ids
-    limits = [max_positions(m) for m in (pair.model, pair.assistant_model)]
+def end_answers(pair: Pair) -> None:
+    """Has the pair end where its chat template ends an assistant's turn, too."""
+    end, config = end_of_turn(pair.tokenizer), pair.model.generation_config
+    ids = eos_ids(config)
+    if end is not None and end not in ids:
+        config.eos_token_id = [*ids, end]
+        config.pad_token_id = end if config.pad_token_id is None else config.pad_token_id
+
+
+def encode(pair: Pair, prompt: str, settings: Settings, add_special_tokens: bool = True) -> torch.Tensor:
+    """int64 [1, P]. Raises ValueError for a prompt that leaves no room for the new tokens.
+
+    add_special_tokens: as in tokenizers; False where the prompt holds them, as what a chat template writes.
+    """
+    ids = pair.tokenizer(prompt, return_tensors="pt", add_special_tokens=add_special_tokens).input_ids
+    limits = [max_positions(m) for m in pair.models]
     limit = min((n for n in limits if n is not None), default=2**63)
     room = limit - ids.shape[1]
     if settings.max_new_tokens > room:
@@ -270,6 +268,7 @@ def run_speculative(pair: Pair, ids: torch.Tensor, settings: Settings, write=Non
             assistant_model=pair.assistant_model,
             rule=settings.rule,
             num_assistant_tokens=settings.num_assistant_tokens,
+            prompt_lookup_num_tokens=settings.prompt_lookup_num_tokens,
             seed=settings.seed,
             backend=settings.backend,
             streamer=write and TextStream(pair.tokenizer, write),

@@ -1,7 +1,10 @@
 """What a run of speculative decoding did."""
 
 import math
+import sys
 from dataclasses import asdict, dataclass, field
+
+import torch
 
 
 @dataclass
@@ -12,13 +15,17 @@ class Stats:
         rule, strengths: the rule's name and its strengths (a number, or one for each request).
         budget, spent: nats that each text might spend, and those that it did; None without a budget. A text that spent x is at
             most e^x times as likely as under the target.
-        target_forwards: forward passes of the target over the batch, each followed by one verification.
+        target_forwards: forward passes of the target over the batch, each followed by one verification; with images
+            one more, over the prompt.
         rounds: verifications that each request took part in.
         drafted, accepted: draft tokens proposed, and of those the ones in the output.
         tokens: tokens emitted: accepted ones, and one recovered or bonus token a round.
         accepted_lengths: for each request the accepted tokens of every round.
         draft_seconds, target_seconds, verify_seconds: time in drafting, in the target's forward passes with their
             processors, and in verification; on a GPU between events on the stream, on a CPU wall clock.
+        target_cache_bytes, draft_cache_bytes: keys and values that the caches held at the end; 0 without a draft model.
+        peak_memory_bytes: most memory that torch had on the target's device so far (`torch.cuda.max_memory_allocated`:
+            reset it before a call to have it of that call); on a CPU most that the process had. None where it cannot be read.
     """
 
     rule: str
@@ -34,6 +41,9 @@ class Stats:
     draft_seconds: float = 0.0
     target_seconds: float = 0.0
     verify_seconds: float = 0.0
+    target_cache_bytes: int = 0
+    draft_cache_bytes: int = 0
+    peak_memory_bytes: int | None = None
 
     @classmethod
     def of(cls, rule, batch_size: int, budget=None) -> "Stats":
@@ -75,3 +85,21 @@ class Stats:
             "total_variation_bound": self.total_variation_bound,
             "tokens_per_forward": self.tokens_per_forward,
         }
+
+
+def cache_bytes(model) -> int:
+    """Bytes of the keys and values that a `RollbackModel` holds; 0 for None."""
+    layers = () if model is None else model.cache.layers
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers if layer.is_initialized)
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Bytes, as `Stats.peak_memory_bytes` has them."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type != "cpu" or sys.platform == "win32":
+        return None
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

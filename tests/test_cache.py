@@ -1,71 +1,23 @@
 """Logits over ragged rows with rollbacks, against the plain forward of each row's own text."""
 
+import functools
 import random
 
+import flash
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from models import COMMON, FAMILIES, V, build
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from cactus_kernels.cache import SMALLEST_CAPACITY, RollbackModel, check_rollback, max_positions, visible_slots
+from cactus_kernels.cache import SMALLEST_CAPACITY, RollbackModel, check_rollback, max_positions
+from cactus_kernels.cache_masks import visible_slots
 
-V = 61
-WINDOW = 8
 PROMPTS = (3, 17, 9, 1)
 B = len(PROMPTS)
 # Inside, transformers rounds to fp32 in norms, rotary tables and the eager softmax. A wrong slot costs about 1.
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
-
-COMMON = {
-    "vocab_size": V,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
-GPT2 = {
-    "vocab_size": V,
-    "n_embd": 32,
-    "n_layer": 3,
-    "n_head": 4,
-    "n_positions": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-FAMILIES = {
-    "llama": ("LlamaConfig", COMMON),
-    "qwen2": ("Qwen2Config", COMMON),
-    "qwen3": ("Qwen3Config", COMMON | {"head_dim": 8}),
-    "qwen3-windows": ("Qwen3Config", COMMON | MIXED | {"head_dim": 8, "use_sliding_window": True}),
-    "mistral": ("MistralConfig", COMMON | {"sliding_window": WINDOW}),
-    "phi3": ("Phi3Config", COMMON | {"sliding_window": WINDOW}),
-    "gemma2": ("Gemma2Config", COMMON | MIXED | {"head_dim": 8, "query_pre_attn_scalar": 8}),
-    "gemma3": ("Gemma3TextConfig", COMMON | MIXED | {"head_dim": 8, "query_pre_attn_scalar": 8}),
-    "cohere2": ("Cohere2Config", COMMON | MIXED | {"logit_scale": 1.0}),
-    "olmo2": ("Olmo2Config", COMMON),
-    "gpt2": ("GPT2Config", GPT2),
-    "gpt-neox": ("GPTNeoXConfig", COMMON),
-    "opt": ("OPTConfig", COMMON | {"ffn_dim": 48, "word_embed_proj_dim": 32}),
-}
-
-
-def build(family: str, attention: str = "sdpa", dtype: torch.dtype = torch.float64):
-    name, kwargs = FAMILIES[family]
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**kwargs), attn_implementation=attention)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            # Attention of a fresh model is nearly flat, and hides a wrong slot.
-            if parameter.dim() > 1:
-                parameter.mul_(8)
-    return model.to(dtype).eval()
+TOLERANCE = {torch.float64: 2e-6, torch.float32: 1e-4}
 
 
 def left_padded(rows: list[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,25 +46,42 @@ def prefilled(model, texts: torch.Tensor, max_length: int = 128) -> RollbackMode
     return rollback
 
 
+CHUNK = 5
 FORWARD_CASES = [
-    pytest.param(family, attention, dtype, id=f"{family}-{attention}-{str(dtype)[6:]}")
+    (family, attention, dtype, "slots")
     for family in FAMILIES
     for attention in ("sdpa", "eager")
     for dtype in TOLERANCE
     # transformers has no sdpa for Gemma 2: it caps the scores of the attention.
     if (family, attention) != ("gemma2", "sdpa")
 ]
+FORWARD_CASES += [
+    (family, attention, torch.float64, how)
+    for family, attention in (("llama", "sdpa"), ("mistral", "sdpa"), ("gemma2", "eager"), ("gemma3", "sdpa"))
+    for how in ("chunks", "aligned", "flash")
+    # transformers' eager mask of a row that is all padding is nothing but -inf in float64.
+    if (attention, how) != ("eager", "aligned")
+]
 
 
-@pytest.mark.parametrize("family, attention, dtype", FORWARD_CASES)
-def test_logits_are_those_of_the_plain_forward(family, attention, dtype):
+def short(value) -> str:
+    return str(value).removeprefix("torch.")
+
+
+@pytest.mark.parametrize("family, attention, dtype, how", FORWARD_CASES, ids=short)
+def test_logits_are_those_of_the_plain_forward(family, attention, dtype, how, monkeypatch):
+    """Aligned as for flash attention, whose layout other kinds of attention take as well."""
     model = build(family, attention, dtype)
     if family == "gpt2" and attention == "eager" and any(buffer.dim() == 4 for buffer in model.buffers()):
         pytest.skip("in this transformers GPT-2 has a mask by slot in eager attention, which is refused")
     length = 72
     texts = random_tokens((B, length))
     expected = plain_logits(model, texts)
-    rollback = RollbackModel(model, B, length + 4)
+    if how == "flash":
+        flash.install(monkeypatch)
+        model.config._attn_implementation = "flash_attention_2"
+    rollback = RollbackModel(model, B, length + 4, CHUNK if how == "chunks" else None)
+    rollback.aligned |= how == "aligned"
     rng = random.Random(0)
     blocks = [(0, n, 0) for n in PROMPTS]
     done = [0] * B
@@ -317,9 +286,10 @@ REFUSED = {
     "encoder-decoder": (lambda: model_of("T5ForConditionalGeneration", **SMALL_T5), "T5.* is not a decoder-only"),
     "recurrent": (lambda: model_of("MambaForCausalLM", **SMALL_MAMBA), "Mamba.* recurrent, hybrid .*use a model whose"),
     "hybrid": (lambda: model_of("Qwen3NextForCausalLM", **SMALL_NEXT), "Qwen3Next.* recurrent, hybrid .*linear_atten"),
-    "flash attention 2": (lambda: with_attention("flash_attention_2"), "'flash_attention_2'" + SET_SDPA),
-    "flash attention 3": (lambda: with_attention("flash_attention_3"), "'flash_attention_3'" + SET_SDPA),
+    # In torch 2.13 its kernel for CPUs does not compile where the number of queries changes.
     "flex attention": (lambda: with_attention("flex_attention"), "'flex_attention'" + SET_SDPA),
+    "paged attention": (lambda: with_attention("paged|sdpa"), r"'paged\|sdpa'" + SET_SDPA),
+    "paged flash": (lambda: with_attention("paged|flash_attention_2"), r"'paged\|flash_attention_2'" + SET_SDPA),
     "no positions": (without_positions, "takes input_ids, cache, and must take position_ids"),
     "no cache": (without_cache, "takes input_ids, position_ids, and must take .* past_key_values"),
     "mask by slot": (lambda: model_of("GPTNeoForCausalLM", **SMALL_NEO), "mask of its own by slot" + SET_SDPA),
@@ -368,3 +338,45 @@ def test_wrong_calls_are_refused(ids, positions, length, message):
     rollback = RollbackModel(bigram(), 2, 20)
     with pytest.raises(ValueError, match=message):
         rollback(torch.zeros(ids, dtype=torch.int64), torch.zeros(positions, dtype=torch.int64), length=length)
+
+
+class Widths:
+    """Records the width of each call of a model's forward, and its mask's shape if it is given one mask."""
+
+    def __init__(self, model):
+        self.forward, self.calls = model.forward, []
+        functools.update_wrapper(self, model.forward)
+        model.forward = self
+
+    def __call__(self, **kwargs):
+        mask = kwargs["attention_mask"]
+        shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else None
+        self.calls.append((kwargs["input_ids"].shape[1], shape))
+        return self.forward(**kwargs)
+
+
+@pytest.mark.parametrize(
+    "prompts, chunk, calls",
+    [
+        ((9, 9), None, [(9, None)]),
+        ((9, 9), 4, [(4, None), (4, (2, 1, 4, 9)), (1, (2, 1, 1, 10))]),
+        ((9, 3), None, [(9, (2, 1, 9, 10))]),
+        ((9, 3), 4, [(4, (2, 1, 4, 5)), (4, (2, 1, 4, 9)), (1, (2, 1, 1, 10))]),
+    ],
+    ids=["even", "even, chunks", "ragged", "ragged, chunks"],
+)
+def test_masks_are_no_larger_than_they_must_be(prompts, chunk, calls):
+    """None where the model needs none to see a prompt causally, and never more than a chunk's."""
+    model = build("llama")
+    texts = random_tokens((2, 9))
+    ids, positions = left_padded([(texts[b, :n], 0) for b, n in enumerate(prompts)])
+    expected = [plain_logits(model, texts[b : b + 1, :n])[0] for b, n in enumerate(prompts)]
+    seen = Widths(model)
+    for keep in (1, 3, 6, 0):
+        logits = RollbackModel(model, 2, 20, chunk)(ids, positions, length=9, logits_to_keep=keep)
+        assert logits.shape == (2, keep or 9, V)
+        for b, n in enumerate(prompts):
+            last = min(keep or 9, n)
+            torch.testing.assert_close(logits[b, -last:], expected[b][-last:], rtol=0, atol=1e-6)
+        assert seen.calls == calls
+        seen.calls.clear()

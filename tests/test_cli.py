@@ -100,6 +100,7 @@ def test_text_then_a_table(generate):
         "acceptance rate",
         "draft ",
         "verify ",
+        "memory",
         "seed",
     ):
         assert row in table

@@ -48,8 +48,9 @@ REFUSED = {
         {"rule": Cactus(torch.ones(2, device="meta"))}, ValueError, "strengths are on meta and the model on cpu: move them"
     ),
     # the number of drafts
-    "negative": ({"num_assistant_tokens": -1}, ValueError, r"num_assistant_tokens must be in 0 \.\. 64, got -1"),
-    "many drafts": ({"num_assistant_tokens": 65}, ValueError, r"num_assistant_tokens must be in 0 \.\. 64, got 65"),
+    "no drafts": ({"num_assistant_tokens": 0}, ValueError, r"num_assistant_tokens must be in 1 \.\. 64, got 0"),
+    "negative": ({"num_assistant_tokens": -1}, ValueError, r"num_assistant_tokens must be in 1 \.\. 64, got -1"),
+    "many drafts": ({"num_assistant_tokens": 65}, ValueError, r"num_assistant_tokens must be in 1 \.\. 64, got 65"),
     "fraction": ({"num_assistant_tokens": 2.5}, TypeError, "num_assistant_tokens must be an int, got 2.5"),
     "truth": ({"num_assistant_tokens": True}, TypeError, "num_assistant_tokens must be an int, got True"),
     "None": ({"num_assistant_tokens": None}, TypeError, "num_assistant_tokens must be an int, got None"),
@@ -136,16 +137,33 @@ REFUSED = {
     "num_beams": ({"num_beams": 2}, ValueError, "num_beams=2: beam search does not sample: use num_beams=1"),
     "penalty_alpha": ({"penalty_alpha": 0.6, "top_k": 4}, ValueError, "penalty_alpha=0.6: contrastive search does not"),
     "dola_layers": ({"dola_layers": "high"}, ValueError, "dola_layers='high'"),
-    "prompt_lookup": ({"prompt_lookup_num_tokens": 3}, ValueError, "prompt_lookup_num_tokens=3: .* pass an assistant_model"),
+    "two drafters": (
+        {"prompt_lookup_num_tokens": 3}, ValueError, "prompt_lookup_num_tokens and assistant_model are both given: leave one"
+    ),
+    "lookup and a number": (
+        {"prompt_lookup_num_tokens": 3, "assistant_model": None, "num_assistant_tokens": 4},
+        ValueError,
+        "prompt_lookup_num_tokens and num_assistant_tokens are both given: leave the latter out",
+    ),
+    "long lookup": (
+        {"prompt_lookup_num_tokens": 65, "assistant_model": None}, ValueError, r"tokens must be in 1 \.\. 64, got 65"
+    ),
+    "n-gram": (
+        {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": -1, "assistant_model": None},
+        ValueError,
+        "max_matching_ngram_size must be at least 1, got -1",
+    ),
+    "drafts of rows": ({"num_assistant_tokens": [1]}, ValueError, "num_assistant_tokens has 1 entries for 2 rows: give one"),
+    "drafts of a row": ({"num_assistant_tokens": [1, 65]}, ValueError, r"num_assistant_tokens must be in 0 \.\. 64, got 65"),
     "guidance_scale": ({"guidance_scale": 1.5}, ValueError, "guidance_scale=1.5: .* leave it out"),
-    "output_scores": ({"output_scores": True, "return_dict_in_generate": True}, ValueError, "output_scores=True"),
     "use_cache": ({"use_cache": False}, ValueError, "use_cache=False: speculative decoding needs the cache"),
     "quantized": ({"cache_implementation": "quantized"}, ValueError, "cache_implementation='quantized'.*leave it out"),
     "offloaded": ({"cache_implementation": "offloaded"}, ValueError, "cache_implementation='offloaded'"),
     "inputs_embeds": ({"inputs_embeds": torch.zeros(2, 2, 4)}, ValueError, "inputs_embeds is not taken"),
-    "past_key_values": ({"past_key_values": object()}, ValueError, "past_key_values is not taken"),
+    "past_key_values": ({"past_key_values": object()}, TypeError, "must be a DynamicCache, got object"),
     "custom_generate": ({"custom_generate": "x/y"}, ValueError, "custom_generate is not taken"),
-    "streamer": ({"streamer": object()}, ValueError, "a streamer takes one row, got 2: generate them one by one"),
+    "streamer": ({"streamer": object()}, ValueError, "a streamer takes one row, got 2: pass a list with one a row"),
+    "streamers": ({"streamer": [object()]}, ValueError, "streamer has 1 entries for 2 rows: give one a row"),
     "synced_gpus": ({"synced_gpus": True}, ValueError, "synced_gpus=True is not offered"),
     "backend": ({"backend": "cuda"}, ValueError, "backend must be 'triton', 'torch' or None, got 'cuda'"),
     "padding to end with": (

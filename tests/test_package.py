@@ -67,7 +67,7 @@ def test_ci_runs_the_command_that_the_readme_names():
     ]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/engine.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/engine.md", "docs/generate.md"])
 def test_examples_run(page):
     (example,) = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.S)
     done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, cwd=ROOT)

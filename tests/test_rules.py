@@ -267,7 +267,7 @@ def test_coupled_gives_one_text_with_speculation_off_and_on():
     generator = torch.Generator().manual_seed(0)
     prompts = torch.tensor(words)[torch.randint(0, len(words), (100, 6), generator=generator)]
     settings = {"rule": "coupled", "seed": list(range(100)), "do_sample": True, "max_new_tokens": 24}
-    plain = speculative_generate(target, prompts, assistant_model=draft, num_assistant_tokens=0, **settings)
+    plain = speculative_generate(target, prompts, assistant_model=draft, num_assistant_tokens=[0] * 100, **settings)
     for assistant in (draft, target):
         for count in (1, 3, 8):
             out = speculative_generate(

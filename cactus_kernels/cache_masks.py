@@ -1,0 +1,90 @@
+"""What each entry of a block attends to in a cache whose slots are positions + 1, in the form that attention takes it."""
+
+import torch
+
+
+def visible_slots(positions: torch.Tensor, used: int, window: int | None) -> torch.Tensor:
+    """Which slots each entry attends to, bool [B, 1, T, used].
+
+    positions: int64 [B, T]. An entry at position t sees positions max(0, t - window + 1) .. t, hence itself; a padding
+    entry (-1) sees slot 0 alone, so that its softmax is over something.
+    """
+    query = positions[:, None, :, None]
+    key = torch.arange(-1, used - 1, device=positions.device)
+    visible = key <= query
+    visible[..., :1] = query < 0
+    if window is not None:
+        visible &= key > query - window
+    return visible
+
+
+def _boolean(positions, used, window, dtype):
+    return visible_slots(positions, used, window)
+
+
+def _additive(positions, used, window, dtype):
+    hidden = visible_slots(positions, used, window).logical_not_()
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+    return mask.masked_fill_(hidden, torch.finfo(dtype).min)
+
+
+# The form of mask that each attention implementation takes.
+MASKS = {"sdpa": _boolean, "eager": _additive}
+
+
+class Masks:
+    """The attention masks of a model, made from positions."""
+
+    def __init__(self, config, dtype: torch.dtype):
+        """config: of the language model. dtype: of additive masks."""
+        self.make = MASKS.get(config._attn_implementation)
+        self.dtype = dtype
+        self.windows = _windows(config)
+
+    def __call__(self, positions: torch.Tensor, used: int):
+        """One mask [B, 1, T, used] if all layers see alike, else a dict of masks by layer type.
+
+        positions: int64 [B, T], -1 at padding entries. used: slots in use.
+        """
+        masks = {name: self.make(positions, used, window, self.dtype) for name, window in self.windows.items()}
+        # Not every model takes a dict, and those that do take a single mask as well: for all their layers.
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def is_flash(attention: str) -> bool:
+    """Whether an attention implementation takes no mask but the padding of rows: flash attention 2 and later."""
+    return "flash" in attention and not attention.startswith("paged")
+
+
+def right_aligned(positions: torch.Tensor, seen: int):
+    """Rows pushed to the right, as batches with left padding are: for attention that takes nothing but their padding.
+
+    positions: int64 [B, T], -1 at padding entries. seen: the length of the longest row, at least T.
+    Returns:
+        view: as `Slots.view`, giving [B, heads, seen, head_dim] with the call's own entries last.
+        mask: bool [B, seen], False where a row has no token; None for one row, which has no padding.
+        position_ids: int64 [B, T]; padding entries count on downwards, since a row that starts anew would be taken for
+            two texts in one.
+    """
+    B, T = positions.shape
+    last = positions[:, -1:]
+    position_ids = (last - torch.arange(T - 1, -1, -1, device=positions.device)).clamp(min=0)
+    if B == 1:
+        return (lambda states, new: states[:, :, 1 : seen + 1]), None, position_ids
+    kept = last - torch.arange(seen - 1, -1, -1, device=positions.device)
+    slots = (kept + 1).clamp(min=0)[:, None, :, None]
+
+    def view(states, new):
+        index = slots.to(states.device)
+        return states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3]))
+
+    return view, kept >= 0, position_ids
+
+
+def _windows(config) -> dict[str, int | None]:
+    """The sliding window of each layer type of the model, None for full attention."""
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        types = ["full_attention" if window is None else "sliding_attention"]
+    return {name: window if name == "sliding_attention" else None for name in dict.fromkeys(types)}

@@ -1,0 +1,72 @@
+"""Conversations, put into text by a tokenizer's own chat template."""
+
+import json
+
+from jinja2 import TemplateError
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+def parse_messages(text: str) -> list[dict]:
+    """Messages from JSON, a list of {"role": ..., "content": ...}. Raises ValueError, naming what is wrong."""
+    try:
+        messages = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"the messages are not JSON: {error}") from error
+    check_messages(messages)
+    return messages
+
+
+def check_messages(messages) -> None:
+    """Raises ValueError unless `messages` is a conversation in which the model speaks next."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError('messages must be a list, [{"role": "user", "content": "..."}]')
+    for i, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            raise ValueError(f"message {i} must have a role and a content, both text, got {message!r}")
+        if message.get("role") not in ROLES:
+            raise ValueError(f"message {i} has role {message.get('role')!r}: use one of {', '.join(ROLES)}")
+    if messages[-1]["role"] not in ("user", "tool"):
+        raise ValueError(f"the last message is the {messages[-1]['role']}'s: end with one that is to be answered")
+
+
+def render(tokenizer, messages: list[dict], thinking: bool | None = None) -> str:
+    """The conversation as text, up to where the model's answer begins.
+
+    It holds every special token that the model expects, the BOS too: tokenize it with `add_special_tokens=False`.
+
+    Args:
+        messages: as `check_messages` has them.
+        thinking: whether the model shall think first, in templates that can tell it (`enable_thinking`, as in Qwen3);
+            None leaves it to the template.
+
+    Raises:
+        ValueError: there is no template, it cannot tell the model whether to think, or it refuses the messages.
+    """
+    check_messages(messages)
+    source = _template(tokenizer)
+    options = {} if thinking is None else {"enable_thinking": thinking}
+    if options and "enable_thinking" not in source:
+        raise ValueError("the chat template has no enable_thinking: leave the choice of thinking out")
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses these messages: {error}") from error
+
+
+def end_of_turn(tokenizer) -> int | None:
+    """The special token that the template writes after an assistant's turn, which ends an answer; None if there is none.
+
+    Generation configs do not always list it among the EOS.
+    """
+    answer = "answer"
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": answer}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False)
+    after = tokenizer(text.rpartition(answer)[2], add_special_tokens=False).input_ids
+    return after[0] if after and after[0] in tokenizer.all_special_ids else None
+
+
+def _template(tokenizer) -> str:
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError("the tokenizer has no chat template: use a model that was tuned for chat, or give plain text")
+    return tokenizer.get_chat_template()

@@ -1,0 +1,119 @@
+"""Vision-language targets with a text draft: images in the prompt, text alone, and what is refused."""
+
+import functools
+
+import pytest
+import torch
+import transformers as hf
+from models import COMMON, MIXED, build
+from test_generate import outputs, plain, random_prompts, run
+
+from cactus_kernels import custom_generate
+
+IMAGE, WORDS = 60, 50  # the token that stands for a part of an image; ids below WORDS are text
+VISION = {"intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+
+
+def llava():
+    text, vision = hf.LlamaConfig(**COMMON), hf.CLIPVisionConfig(**VISION, hidden_size=16, projection_dim=16)
+    config = hf.LlavaConfig(text_config=text, vision_config=vision, image_token_id=IMAGE)
+    return hf.LlavaForConditionalGeneration, config
+
+
+def gemma3():
+    text = hf.Gemma3TextConfig(**COMMON | MIXED | {"head_dim": 8})
+    vision = hf.SiglipVisionConfig(**VISION, hidden_size=16)
+    config = hf.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_id=IMAGE, boi_token_index=58,
+        eoi_token_index=59,
+    )  # fmt: skip
+    return hf.Gemma3ForConditionalGeneration, config
+
+
+def qwen2_vl():
+    text = COMMON | {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}}
+    vision = {"embed_dim": 16, "hidden_size": 32, "depth": 1, "num_heads": 2}
+    config = hf.Qwen2VLConfig(
+        text_config=text, vision_config=vision, image_token_id=IMAGE, video_token_id=59, vision_start_token_id=57,
+        vision_end_token_id=58,
+    )  # fmt: skip
+    return hf.Qwen2VLForConditionalGeneration, config
+
+
+def made(kind):
+    torch.manual_seed(0)
+    cls, config = kind()
+    model = cls(config).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8)
+    return model
+
+
+def pixels(n):
+    return torch.randn(n, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def test_images_in_a_ragged_batch():
+    target, draft = made(llava), build("llama")
+    prompts = [[5, *[IMAGE] * 4, 7, 8], [9, 3, 11, *[IMAGE] * 4, 4, 20, 21], [*[IMAGE] * 8, 7]]
+    images = pixels(4).split([1, 1, 2])
+    settings = {"max_new_tokens": 20}
+    out = run(target, draft, prompts, pixel_values=torch.cat(images), **settings)
+    expected = [
+        plain(target, [prompt], pixel_values=image, **settings)[0]
+        for prompt, image in zip(prompts, images, strict=True)
+    ]
+    assert outputs(out, prompts) == expected
+    assert expected[0] != plain(target, prompts[:1], pixel_values=pixels(2)[1:], **settings)[0]
+    assert outputs(run(target, target, prompts, pixel_values=torch.cat(images), **settings), prompts) == expected
+    loop = functools.partial(custom_generate, assistant_model=draft)
+    through = plain(target, prompts[:1], pixel_values=images[0], custom_generate=loop, **settings)
+    assert through == expected[:1]
+
+
+def test_drafts_that_stand_for_images_are_text():
+    """A draft that proposes nothing else cannot upset the count of images in the prompt."""
+    target, draft = made(llava), build("llama")
+    with torch.no_grad():
+        draft.lm_head.weight.zero_()
+        draft.lm_head.bias = torch.nn.Parameter(100.0 * torch.eye(61, dtype=torch.float64)[IMAGE])
+    prompts = [[5, *[IMAGE] * 4, 7, 8]]
+    out = run(target, draft, prompts, pixel_values=pixels(1), max_new_tokens=10)
+    assert outputs(out, prompts) == plain(target, prompts, pixel_values=pixels(1), max_new_tokens=10)
+    assert out.stats.target_forwards == max(out.stats.rounds) + 1
+
+
+@pytest.mark.parametrize("kind", [llava, gemma3, qwen2_vl])
+def test_text_alone(kind):
+    target = made(kind)
+    prompts = random_prompts((3, 17, 9, 1), WORDS)
+    settings = {"max_new_tokens": 20, "suppress_tokens": list(range(WORDS, 61))}
+    expected = plain(target, prompts, **settings)
+    for draft in (build("llama"), target):
+        out = run(target, draft, prompts, **settings)
+        assert outputs(out, prompts) == expected
+
+
+ONE = [[5, IMAGE, IMAGE, IMAGE, IMAGE, 7]]
+REFUSED = {
+    "both ways": (
+        gemma3,
+        ONE,
+        {},
+        "pixel_values: Gemma3ForConditionalGeneration has attention or positions of its own",
+    ),
+    "positions": (qwen2_vl, ONE, {}, "pixel_values: Qwen2VLForConditionalGeneration has attention or positions of its"),
+    "grid": (qwen2_vl, ONE, {"image_grid_thw": torch.ones(1, 3)}, "image_grid_thw is not taken"),
+    "token types": (gemma3, ONE, {"token_type_ids": torch.zeros(1, 6)}, "token_type_ids is not taken"),
+    "chunks": (llava, ONE, {"prefill_chunk_size": 4}, "pixel_values and prefill_chunk_size: .*leave one out"),
+    "at the end": (llava, [ONE[0][:-1]], {}, "a prompt ends with an image: let text follow it"),
+}
+
+
+@pytest.mark.parametrize("kind, prompts, settings, message", REFUSED.values(), ids=REFUSED)
+def test_what_is_refused(kind, prompts, settings, message):
+    target = made(kind)
+    with pytest.raises(ValueError, match=message):
+        run(target, build("llama"), prompts, pixel_values=pixels(1), max_new_tokens=5, **settings)
