@@ -4,7 +4,20 @@ from importlib import import_module
 
 from . import law
 from .rows import SampleOutput, draw, row_stats, sample
-from .rules import Cactus, Rule, SpS
+from .rules import (
+    AdaptiveCactus,
+    Cactus,
+    Capped,
+    Coupled,
+    Interpolation,
+    Lenience,
+    Mentored,
+    Optimal,
+    Rule,
+    SpS,
+    TopK,
+    Typical,
+)
 from .sampling import RowStats, Sampling
 from .stats import Stats
 from .verify import VerifyOutput, verify, verify_from_logits
@@ -21,7 +34,14 @@ _LAZY = {
 }
 
 __all__ = [
+    "AdaptiveCactus",
     "Cactus",
+    "Capped",
+    "Coupled",
+    "Interpolation",
+    "Lenience",
+    "Mentored",
+    "Optimal",
     "RowStats",
     "Rule",
     "SampleOutput",
@@ -29,6 +49,8 @@ __all__ = [
     "SpS",
     "SpeculativeOutput",
     "Stats",
+    "TopK",
+    "Typical",
     "VerifyOutput",
     "custom_generate",
     "draw",

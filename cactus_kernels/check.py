@@ -1,16 +1,35 @@
 """Fuzzed cases for `verify`, and backends compared on them bit for bit. For the tests and `cactus-kernels check`."""
 
 import random
+from dataclasses import fields, is_dataclass
+from functools import partial
 
 import torch
 
-from .rules import Cactus, SpS
+from . import row_statistics
+from .rules import AdaptiveCactus, Cactus, Capped, Coupled, Interpolation, Mentored, Optimal, Rule, SpS, TopK, Typical
 from .verify import VerifyOutput, verify
 
 # Around the chunk of 1024 tokens, and one size of many chunks, which costs most: rarely.
 VOCAB_SIZES = {1: 2, 2: 2, 7: 3, 1023: 3, 1024: 3, 1025: 4, 2049: 3, 32000: 0.4}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DELTAS = (0.0, 1e-30, 1e-3, 0.05, 0.5, 1.0, 30.0, 3e38)
+STRENGTHS = (
+    (Cactus, DELTAS),
+    (Cactus, DELTAS),
+    (partial(Cactus, divergence="kl"), DELTAS),
+    (AdaptiveCactus, DELTAS),
+    (partial(AdaptiveCactus, spend="uncertain"), DELTAS),
+    (Capped, (1.0, 1.0000001, 1.5, 4.0, 3e38)),
+    (Interpolation, (0.0, 1e-30, 0.3, 0.9, 1.0)),
+    (Typical, (0.0, 1e-6, 0.09, 0.5, 1.0)),
+    (lambda alpha: Typical(0.9, alpha), (0.0, 0.3, 0.99, 1.0)),
+)
+SOLVED = (  # slow in the interpreter: rarely
+    (lambda cap: Optimal(cap=cap), (1.0, 1.0000001, 1.5, 4.0, 3e38)),
+    (lambda price: Optimal(price=price), (1.0, 1.0000001, 1.5, 4.0, 1e30)),
+    (Mentored, (0.0, 1e-6, 0.05, 1.0, 30.0)),
+)
 BAD_STRENGTHS = (float("nan"), float("inf"), -float("inf"), -1.0, -1e-30)
 BAD_PROBS = (float("nan"), float("inf"), -float("inf"), -0.25, 1.02, 300.0)
 ODD_PROBS = (-0.0, 1.0, 1.0078125, 1e-7, 6e-8)  # legal, and easily mistaken
@@ -73,6 +92,11 @@ def fuzz_case(seed):
     else:
         ids, target = ids.view(B, m), target.view(B, m + 1, V)
         draft = None if draft is None else draft.view(B, m, V_draft)
+    if case["rule"].keeps_proportions and rng.random() < 0.3:
+        budgets = torch.tensor(rng.choices((0.0, 1e-9, 1e-3, 0.1, 0.5, 2.0, 100.0), k=B), dtype=torch.float64)
+        if rng.random() < 0.1:
+            budgets[rng.randrange(B)] = rng.choice((-1.0, float("nan")))
+        case["budget"] = budgets
     case["target_probs"] = _strided(target, rng)
     case["draft_probs"] = None if draft is None else _strided(draft, rng)
     case["draft_token_ids"] = ids if rng.random() < 0.7 else torch.stack([ids, ids], -1)[..., 0]
@@ -83,8 +107,11 @@ def parity(case, first=("torch", "cpu"), second=("triton", "cpu"), **options):
     """What differs between two (backend, device) on one case, in words, or None. `options` are for the second run."""
     expected = run_case(case, *first)
     got = run_case(case, *second, **options)
-    for name in ("num_accepted", "valid", "token_ids"):
-        a, b = getattr(expected, name).cpu(), getattr(got, name).cpu()
+    for name in ("num_accepted", "valid", "token_ids", "spent"):
+        a, b = getattr(expected, name), getattr(got, name)
+        if a is None:
+            continue
+        a, b = a.cpu(), b.cpu()
         if not torch.equal(a, b):
             r = (a != b).reshape(len(a), -1).any(1).nonzero()[0].item()
             return (
@@ -92,6 +119,74 @@ def parity(case, first=("torch", "cpu"), second=("triton", "cpu"), **options):
                 f" ({describe(case)})"
             )
     return None
+
+
+def check_rule(rule, *, distribution=True, cases=20, second=None) -> None:
+    """Check a rule of one's own: its body makes sense, and both backends give the same tokens, bit for bit.
+
+    Args:
+        rule: a `Rule` whose strengths are numbers.
+        distribution: whether h_n and r(x) of the other tokens must sum to 1, as for SpS and Cactus. False for a rule that
+            recovers from weights which are not its h off n, such as Capped.
+        cases: fuzzed batches to compare on.
+        second: (backend, device) to compare with torch on the CPU, such as ("triton", "cuda"); None: triton on a GPU where
+            there is one, else in the interpreter where TRITON_INTERPRET=1 was set, else nothing is compared.
+
+    Raises:
+        TypeError: not a `Rule`, or strengths that are tensors.
+        ValueError: what is wrong, with the values that show it.
+    """
+    if not isinstance(rule, Rule):
+        raise TypeError(f"rule must be a Rule, got {type(rule).__name__}")
+    if any(not isinstance(s, float) for s in rule.strengths):
+        raise TypeError(f"check_rule takes a rule whose strengths are floats, got {rule.strengths}")
+    if rule.solved is None:
+        _check_body(rule, distribution)
+    if second is None:
+        second = ("triton", "cuda") if torch.cuda.is_available() else ("triton", "cpu")
+        if second[1] == "cpu" and not _interpreted():
+            return
+    for seed in range(cases):
+        case = {name: value for name, value in fuzz_case(seed).items() if name != "budget"} | {"rule": rule}
+        difference = parity(case, second=second)
+        if difference is not None:
+            raise ValueError(f"the backends differ on fuzz_case({seed}): {difference}")
+
+
+def _check_body(rule, distribution):
+    generator = torch.Generator().manual_seed(0)
+    for V in (1, 2, 5, 50):
+        p, q = (3 * torch.randn(2, 30, V, generator=generator)).softmax(-1)
+        q[:5] *= torch.rand(5, V, generator=generator) < 0.5
+        stat = tuple(row_statistics.of_rows(name, q)[:, None] for name in rule.statistics) or None
+        for n in range(V):
+            q_n, p_n = q[:, n, None], p[:, n, None]
+            h_n = rule.h(q_n, q_n, p_n, True, stat, *rule.strengths)
+            r = rule.h(q, q_n, p_n, False, stat, *rule.strengths)
+            rest = r.sum(1, keepdim=True) - r[:, n, None]
+            wrong = {
+                "h_n must be in [0, 1]": ~((h_n >= 0) & (h_n <= 1)),
+                "r must be finite and >= 0": ~((r >= 0) & (r < float("inf"))).all(1, keepdim=True),
+            }
+            if distribution:
+                # Where q holds nothing but n, or sums to less than 1, there is no h to give.
+                whole = ((q.sum(1, keepdim=True) - 1).abs() < 1e-5) & (q_n < 1 - 1e-5)
+                wrong["h_n and r of the other tokens must sum to 1"] = whole & ((h_n + rest - 1).abs() > 1e-4)
+            for what, where in wrong.items():
+                if where.any():
+                    i = int(where.flatten().nonzero()[0])
+                    raise ValueError(
+                        f"{rule.name}: {what}, got h_n {h_n[i].item():g}, a sum of {rest[i].item():g} elsewhere, at "
+                        f"q_n {q_n[i].item():g}, p_n {p_n[i].item():g}"
+                    )
+
+
+def _interpreted():
+    try:
+        from .race_triton import INTERPRETED
+    except ImportError:
+        return False
+    return INTERPRETED
 
 
 def run_case(case, backend, device="cpu", **options):
@@ -103,14 +198,15 @@ def run_case(case, backend, device="cpu", **options):
         torch.full((B, width + 1), POISON, dtype=ids.dtype, device=device),
         torch.full((B,), POISON, dtype=torch.int32, device=device),
         torch.ones(B, dtype=torch.bool, device=device),
+        torch.full((B,), POISON, dtype=torch.float64, device=device) if "budget" in case else None,
     )
     return verify(**case, out=out, backend=backend, **options)
 
 
 def to_device(value, device):
     """A tensor on a device with the strides and the alignment it had, or a rule with its strength there."""
-    if isinstance(value, Cactus) and isinstance(value.delta, torch.Tensor):
-        return Cactus(value.delta.to(device))
+    if isinstance(value, Rule) and is_dataclass(value):
+        return type(value)(*(to_device(getattr(value, field.name), device) for field in fields(value)))
     if not isinstance(value, torch.Tensor) or value.numel() == 0:
         return value.to(device) if isinstance(value, torch.Tensor) else value
     end = value.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True))
@@ -155,14 +251,19 @@ def _spoil(rows, drafted, rng):
 
 
 def _rule(B, rng):
-    if rng.random() < 0.35:
+    if rng.random() < 0.2:
         return SpS()
+    if rng.random() < 0.05:
+        return Coupled()
+    if rng.random() < 0.1:
+        return TopK(rng.choice((1, 2, 3, 10, 1000, 5000)))
+    make, values = rng.choice(SOLVED if rng.random() < 0.05 else STRENGTHS)
     if rng.random() < 0.5:
-        return Cactus(rng.choice(DELTAS))
-    deltas = rng.choices(DELTAS, k=B)
+        return make(rng.choice(values))
+    values = rng.choices(values, k=B)
     if rng.random() < 0.3:
-        deltas[rng.randrange(B)] = rng.choice(BAD_STRENGTHS)
-    return Cactus(torch.tensor(deltas))
+        values[rng.randrange(B)] = rng.choice(BAD_STRENGTHS)
+    return make(torch.tensor(values))
 
 
 def _strided(rows, rng):

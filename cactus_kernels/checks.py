@@ -12,7 +12,7 @@ from . import philox
 from .cache import CACHE_KEYWORDS, check_rollback
 from .cache_handover import CACHE_NAME, check_cache
 from .images import IMAGE_INPUTS, check_images
-from .inputs import MAX_DRAFT_TOKENS
+from .inputs import MAX_DRAFT_TOKENS, check_budget
 from .rules import Rule, resolve_rule
 from .sampling import Sampling
 
@@ -73,6 +73,7 @@ class Request:
 
     input_ids: torch.Tensor
     rule: Rule
+    budget: torch.Tensor | None  # float64 [B], on the model's device
     num_assistant_tokens: list[int]
     max_ngram_size: int | None
     draft_temperature: float | None
@@ -92,7 +93,7 @@ class Request:
 
 
 def check_request(
-    model, input_ids, assistant_model, rule, num_assistant_tokens, draft_temperature, seed, generation_config,
+    model, input_ids, assistant_model, rule, budget, num_assistant_tokens, draft_temperature, seed, generation_config,
     logits_processor, stopping_criteria, streamer, tokenizer, assistant_tokenizer, kwargs, expanded=False,
 ) -> Request:  # fmt: skip
     """Check the arguments of `speculative_generate`, which documents them. Raises TypeError or ValueError.
@@ -172,9 +173,10 @@ def check_request(
     _check_streamer(streamer, rows)
     _check_strengths(rule, rows, model.device)
     counts = _check_drafts(num_assistant_tokens, rows)
+    budget = _check_budget(budget, rule, rows, model.device)
     seed = _check_seed(seed, rows)
     return Request(
-        input_ids, rule, counts, max_ngram_size, draft_temperature, seed, criteria, kwargs, caches != [], chunk
+        input_ids, rule, budget, counts, max_ngram_size, draft_temperature, seed, criteria, kwargs, caches != [], chunk
     )
 
 
@@ -339,6 +341,21 @@ def _check_mask(input_ids, mask, pad_token_id, eos_token_id):
             "attention_mask has padding at the right of a row or inside it: use tokenizer.padding_side='left'"
         )
     return mask
+
+
+def _check_budget(budget, rule, rows, device):
+    if budget is None:
+        return None
+    values = budget.tolist() if isinstance(budget, torch.Tensor) else budget
+    values = list(values) if isinstance(values, (list, tuple)) else [values] * rows
+    if any(isinstance(b, bool) or not isinstance(b, (int, float)) for b in values):
+        raise TypeError(f"budget must be a number of nats, a list with one a row or None, got {budget!r}")
+    if not all(0 <= b < float("inf") for b in values):
+        raise ValueError(f"a budget must be finite and at least 0 nats (0 is lossless), got {budget}")
+    if len(values) != rows:
+        raise ValueError(f"budget has {len(values)} entries for {rows} rows: give one a row, or a number")
+    check_budget(rule)
+    return torch.tensor(values, dtype=torch.float64, device=device)
 
 
 def _check_seed(seed, rows):

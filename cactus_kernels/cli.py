@@ -236,6 +236,81 @@ def check(
     raise typer.Exit(1 if report.failures else 0)
 
 
+@app.command()
+def frontier(
+    model: Annotated[
+        str | None,
+        typer.Option(help="Target: a directory or hub id. Needs --draft.", show_default="the embedded pair"),
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="Draft, a smaller model with the same tokenizer. Needs --model.")
+    ] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(help="UTF-8 file; blank lines part its documents.", show_default="word problems of the package"),
+    ] = None,
+    positions: Annotated[int, typer.Option(help="Positions of the text to measure at.")] = 500,
+    self_generated: Annotated[
+        bool, typer.Option("--self-generated", help="Take only 8 tokens of a document; the target writes the rest.")
+    ] = False,
+    temperature: Annotated[float, typer.Option(help="Above 0, for both models.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="0 keeps every token.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Above 0 and at most 1, which keeps every token.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of what the target writes.")] = 0,
+    max_kl: Annotated[
+        float | None, typer.Option(help="Recommend what accepts most within so many nats.", show_default="0.1")
+    ] = None,
+    min_accept: Annotated[
+        float | None, typer.Option(help="Recommend the least KL that accepts so large a share.")
+    ] = None,
+    json: Annotated[str | None, typer.Option(help="Write all figures to this file.")] = None,
+    plot: Annotated[str | None, typer.Option(help="Draw the curves in this .png or .svg file.")] = None,
+    dtype: Annotated[
+        str, typer.Option(help="auto (float32 on a CPU, else the checkpoint's), float32, bfloat16 or float16.")
+    ] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...", show_default="cuda if there")] = None,
+):
+    """What each rule accepts and how far it strays from the target: exact laws at the positions of a text."""
+    if max_kl is not None and min_accept is not None:
+        raise Failure("--max-kl and --min-accept are two questions: give one", 2)
+    with _status("loading"), _one_line(2, *ARGUMENT_ERRORS, ImportError):
+        from transformers.utils import logging
+
+        from . import frontier as measurement
+        from . import frontier_report as report
+        from . import runs
+
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        settings = measurement.Settings(positions, temperature, top_k, top_p, self_generated, seed)
+        goal = report.Goal(max_kl, min_accept)
+        documents = measurement.load_documents(text)
+        for file in filter(None, (json, plot)):
+            report.check_writable(file)
+        if plot:
+            report.check_plot(plot)
+        on = runs.find_device(device)
+        pair = runs.load_pair(model, draft, runs.find_dtype(dtype, on), on)
+    with _progress() as progress, _one_line(1, ValueError):
+        found = measurement.measure(pair, documents, settings, progress)
+    described = pair.to_dict() | {"text": text or "word problems of the package"} | settings.to_dict()
+    if json:
+        with report.replacing(json) as file:
+            value = {"settings": described} | found.to_dict()
+            file.write(jsonlib.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+    if plot:
+        with report.replacing(plot) as file:
+            report.plot(found, f"{_models(described)}; {settings}", file, plot)
+    table = _table(*report.COLUMNS)
+    for row in report.rows(found):
+        table.add_row(*row)
+    console = _console()
+    console.print(table)
+    console.print(f"\n{_models(described)}; {settings}. {report.notes(found)}\n")
+    typer.echo(goal.answer(found))
+    raise typer.Exit(0 if found.complete else 130)
+
+
 def _stdin():
     return sys.stdin.buffer.read().decode().removesuffix("\n")
 

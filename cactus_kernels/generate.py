@@ -16,6 +16,7 @@ from .images import image_inputs
 from .inputs import choose_backend
 from .outputs import Streams, TokenScores
 from .processors import Processors, Stopping, callers_criteria, callers_processors, pad_id
+from .rules import Coupled
 from .stats import Stats, cache_bytes, peak_memory
 from .verify import VerifyOutput, verify_from_logits
 
@@ -33,6 +34,7 @@ def speculative_generate(
     *,
     assistant_model=None,
     rule="cactus",
+    budget=None,
     num_assistant_tokens=NUM_ASSISTANT_TOKENS,
     draft_temperature=None,
     seed=None,
@@ -59,7 +61,10 @@ def speculative_generate(
         input_ids: int64 [B, P], left-padded; rows of different lengths need `attention_mask`.
         assistant_model: the draft, of the same kind and with the same tokenizer; `skip_layers(model, ...)` makes one of
             the target's own weights. Without one, prompt_lookup_num_tokens drafts from the row's own text.
-        rule: a `Rule` such as `Cactus(0.75)`, or "sps" or "cactus" (delta 1).
+        rule: a `Rule` such as `Cactus(0.75)` or its name, such as "sps" or "cactus" (delta 1); the README has a table.
+        budget: nats that each text may spend, a number or a list with one a row: then no text is more than e^budget times as
+            likely as under the (processed) target, and the KL divergence of the law of whole texts is at most the budget
+            (docs/rules.md). `stats.spent` tells what each text spent. For SpS, Cactus, AdaptiveCactus, Capped, Interpolation.
         num_assistant_tokens: tokens drafted a round, 1 to 64; or a list with one number a row, which may be 0.
         draft_temperature: the draft's temperature where it samples, >= 0 (0: greedy drafts); None: that of `temperature`.
         seed: an int gives row r the stream (seed, r), so that a row's tokens depend on its place; a list or int64 tensor
@@ -83,7 +88,7 @@ def speculative_generate(
         RuntimeError: the backend asked for is not to be had.
     """
     request = check_request(
-        model, input_ids, assistant_model, rule, num_assistant_tokens, draft_temperature, seed, generation_config,
+        model, input_ids, assistant_model, rule, budget, num_assistant_tokens, draft_temperature, seed, generation_config,
         logits_processor, stopping_criteria, streamer, tokenizer, assistant_tokenizer, kwargs,
     )  # fmt: skip
     choose_backend(backend, model.device)
@@ -121,6 +126,7 @@ def custom_generate(
     generation_config,
     assistant_model=None,
     rule="cactus",
+    budget=None,
     num_assistant_tokens=NUM_ASSISTANT_TOKENS,
     draft_temperature=None,
     prompt_lookup_num_tokens=None,
@@ -151,7 +157,7 @@ def custom_generate(
     settings |= {"max_matching_ngram_size": max_matching_ngram_size, "attention_mask": attention_mask}
     settings |= image_inputs(model_kwargs) | {CACHE_NAME: brought(model_kwargs)}
     request = check_request(
-        model, input_ids, assistant_model, rule, num_assistant_tokens, draft_temperature, seed, generation_config,
+        model, input_ids, assistant_model, rule, budget, num_assistant_tokens, draft_temperature, seed, generation_config,
         logits_processor, callers_criteria(stopping_criteria, generation_config), streamer, tokenizer, assistant_tokenizer,
         {name: value for name, value in settings.items() if value is not None}, expanded=True,
     )  # fmt: skip
@@ -222,7 +228,7 @@ def _decode(
     cache = model_kwargs.get(CACHE_NAME)
     if request.continues:
         decoder.cached = take(decoder.scorer.model, cache, batch.padding)
-    stats = Stats.of(request.rule, batch.size)
+    stats = Stats.of(request.rule, batch.size, request.budget)
     kept = TokenScores(generation_config, batch.size, processors.warpers)
     clock = _Clock(model.device)
     images = image_inputs(model_kwargs)
@@ -244,6 +250,8 @@ def _decode(
         kept.put(logits, scores, emitted)
         streams.put(emitted, batch.remaining)
 
+    if request.budget is not None:
+        stats.spent = (request.budget - decoder.left).tolist()
     stats.draft_seconds, stats.target_seconds, stats.verify_seconds = (
         clock.seconds(k) for k in ("draft", "target", "verify")
     )
@@ -265,6 +273,7 @@ class _Decoder:
     """Target and drafts over a batch, and the random stream of each row."""
 
     def __init__(self, model, assistant_model, batch, processors, request, seed, backend, greedy):
+        self.left = request.budget  # of a budget, float64 [B]; or None
         self.batch, self.rule, self.seed, self.backend, self.greedy = batch, request.rule, seed, backend, greedy
         self.sampling = draft_sampling = processors.sampling
         if request.draft_temperature is not None:
@@ -315,9 +324,13 @@ class _Decoder:
         else:
             verified = verify_from_logits(
                 scores, draft_logits, draft_token_ids, self.rule, sampling=self.sampling, draft_stats=draft_stats,
-                seed=self.seed, offset=self.offset, backend=self.backend,
+                budget=self.left, seed=self.seed, offset=self.offset, backend=self.backend,
             )  # fmt: skip
-            self.offset += num_drafts + 1
+            if self.left is not None:
+                self.left = self.left - verified.spent
+            # Of a coupled draw the words are those of the token's position, whatever was drafted.
+            coupled = isinstance(self.rule, Coupled)
+            self.offset += (verified.token_ids >= 0).sum(1) if coupled else num_drafts + 1
         # A draft that ended before its time did so on bad scores.
         stop = verified.num_accepted.long()
         following = torch.nn.functional.pad(draft_token_ids, (0, 1), value=-1).gather(1, stop[:, None])[:, 0]

@@ -33,6 +33,7 @@ class Inputs:
     draft_sampling: Sampling | None = None
     draft_stats: RowStats | None = None
     bonus_token_ids: torch.Tensor | None = None  # [B]: then the target has no bonus rows
+    budget: torch.Tensor | None = None  # float64 [B]: nats that are left of a sequence's budget
     row_map: torch.Tensor | None = None  # [B]: then draft rows are [slots, K, V], those of request b in slot row_map[b]
 
     @property
@@ -41,7 +42,7 @@ class Inputs:
         stats = self.draft_stats and self.draft_stats.packed
         samplings = [s for x in (self.sampling, self.draft_sampling) if x is not None for s in x.settings()]
         rows = (self.draft, self.draft_token_ids, self.cu_draft_tokens, self.bonus_token_ids, self.row_map, stats)
-        return (*rows, self.seed, self.offset, *self.rule.strengths, *samplings)
+        return (*rows, self.budget, self.seed, self.offset, *self.rule.strengths, *samplings)
 
     @property
     def vocab_size(self):
@@ -50,6 +51,14 @@ class Inputs:
     @property
     def draft_vocab_size(self):
         return self.vocab_size if self.draft is None else self.draft.shape[-1]
+
+
+def check_budget(rule):
+    """Raise ValueError where a rule cannot keep a sequence's budget."""
+    if not rule.keeps_proportions:
+        raise ValueError(f"a budget needs a rule that keeps the target's proportions, got {rule.name}: use Cactus")
+    if len(rule.strengths) > 1:
+        raise ValueError(f"a budget is offered for rules of at most one strength, not for {rule.name}")
 
 
 def check_tensor(name, tensor, dim, dtypes, shape=None):

@@ -153,7 +153,7 @@ def make_rule(name: str, delta: float | None) -> Rule:
         return rule
     if not isinstance(rule, Cactus):
         raise ValueError(f"delta goes with rule cactus alone: leave it out with rule {name}")
-    return Cactus(delta)
+    return replace(rule, delta=delta)
 
 
 def find_device(name: str | None) -> torch.device:

@@ -1,5 +1,6 @@
 """What a run of speculative decoding did."""
 
+import math
 import sys
 from dataclasses import asdict, dataclass, field
 
@@ -12,6 +13,8 @@ class Stats:
 
     Attributes:
         rule, strengths: the rule's name and its strengths (a number, or one for each request).
+        budget, spent: nats that each text might spend, and those that it did; None without a budget. A text that spent x is at
+            most e^x times as likely as under the target.
         target_forwards: forward passes of the target over the batch, each followed by one verification; with images
             one more, over the prompt.
         rounds: verifications that each request took part in.
@@ -27,6 +30,8 @@ class Stats:
 
     rule: str
     strengths: list
+    budget: list[float] | None = None
+    spent: list[float] | None = None
     target_forwards: int = 0
     rounds: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
@@ -41,10 +46,11 @@ class Stats:
     peak_memory_bytes: int | None = None
 
     @classmethod
-    def of(cls, rule, batch_size: int) -> "Stats":
+    def of(cls, rule, batch_size: int, budget=None) -> "Stats":
         strengths = [s.tolist() if hasattr(s, "tolist") else s for s in rule.strengths]
         zeros = [[0] * batch_size for _ in range(4)]
-        return cls(rule.name, strengths, 0, *zeros, accepted_lengths=[[] for _ in range(batch_size)])
+        budget = None if budget is None else budget.tolist()
+        return cls(rule.name, strengths, budget, None, 0, *zeros, accepted_lengths=[[] for _ in range(batch_size)])
 
     def count(self, request: int, drafted: int, accepted: int, emitted: int) -> None:
         """One round of a request: `emitted` tokens came out, `accepted` of them drafted ones."""
@@ -53,6 +59,14 @@ class Stats:
         self.accepted[request] += accepted
         self.tokens[request] += emitted
         self.accepted_lengths[request].append(accepted)
+
+    @property
+    def total_variation_bound(self) -> list[float] | None:
+        """What bounds the total variation between the law of each text of `tokens` tokens and the target's: sqrt(budget / 2).
+
+        By Pinsker's inequality, since the KL divergence is at most the budget. None without one.
+        """
+        return None if self.budget is None else [min(1.0, math.sqrt(b / 2)) for b in self.budget]
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -68,6 +82,7 @@ class Stats:
         """Everything above, ready for JSON."""
         return asdict(self) | {
             "acceptance_rate": self.acceptance_rate,
+            "total_variation_bound": self.total_variation_bound,
             "tokens_per_forward": self.tokens_per_forward,
         }
 

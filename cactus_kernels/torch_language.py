@@ -4,6 +4,25 @@ Float64 tensors stay float64, so that `law` can evaluate the same rules at full 
 """
 
 import torch
+from torch import exp, float32, float64, int32, int64, log
+
+static_range = range
+
+__all__ = [
+    "cast",
+    "div_rn",
+    "exp",
+    "float32",
+    "float64",
+    "int32",
+    "int64",
+    "log",
+    "maximum",
+    "minimum",
+    "sqrt_rn",
+    "static_range",
+    "where",
+]
 
 
 def where(condition, a, b):
@@ -13,11 +32,15 @@ def where(condition, a, b):
 
 
 def minimum(a, b):
-    return torch.clamp(a, max=b)
+    if not isinstance(a, torch.Tensor):
+        a, b = b, a
+    return torch.clamp(a, max=b) if isinstance(a, torch.Tensor) else min(a, b)
 
 
 def maximum(a, b):
-    return torch.clamp(a, min=b)
+    if not isinstance(a, torch.Tensor):
+        a, b = b, a
+    return torch.clamp(a, min=b) if isinstance(a, torch.Tensor) else max(a, b)
 
 
 def sqrt_rn(x):
@@ -27,3 +50,7 @@ def sqrt_rn(x):
 
 def div_rn(a, b):
     return a / b
+
+
+def cast(x, dtype, bitcast=False):
+    return x.view(dtype) if bitcast else x.to(dtype)

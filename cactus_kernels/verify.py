@@ -1,6 +1,6 @@
 """`verify`: accept or reject drafted tokens against the target, and draw the next token. Checks, then a backend."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -9,6 +9,7 @@ from .inputs import (
     INDEX_DTYPES,
     MAX_DRAFT_TOKENS,
     Inputs,
+    check_budget,
     check_device,
     check_rows,
     check_sampling,
@@ -16,7 +17,7 @@ from .inputs import (
     check_tensor,
     choose_backend,
 )
-from .rules import resolve_rule
+from .rules import Coupled, resolve_rule
 from .sampling import RowStats, Sampling
 
 
@@ -29,11 +30,13 @@ class VerifyOutput:
             then -1. The tokens emitted are those >= 0.
         num_accepted: int32 [B], drafted tokens accepted.
         valid: bool [B], False where a value that counts was bad; such a request emits only what it accepted before.
+        spent: float64 [B], nats that the accepted tokens spent of a budget; None without one.
     """
 
     token_ids: torch.Tensor
     num_accepted: torch.Tensor
     valid: torch.Tensor
+    spent: torch.Tensor | None = None
 
     def raise_if_invalid(self) -> None:
         """Raise ValueError naming the invalid requests. Waits for the device."""
@@ -57,6 +60,7 @@ def verify(
     offset,
     cu_draft_tokens=None,
     max_draft_tokens=None,
+    budget=None,
     out=None,
     scratch=None,
     backend=None,
@@ -77,15 +81,20 @@ def verify(
         draft_probs: [B, m, V] or flat [N, V], what each drafted token was drawn from; None: one-hot drafts.
         draft_token_ids: int32 or int64 [B, m] or flat [N]. An id of -1 ends its request's draft there: a token is drawn
             from the target row at that position.
-        rule: a `Rule`, or "sps" or "cactus".
+        rule: a `Rule` or its name (docs/rules.md). One with statistics of the target's rows, or solved for row pairs, takes
+            launches of its own on a GPU.
         seed: int64 [B], the random stream of each request; or an int, which gives request r the stream (seed, r).
         offset: int64 [B] or an int: rows that each request has drafted or verified so far. Never use one for two calls
             of `verify`: advance it by m_b + 1 after each, whatever was accepted. The draws of a round's drafts (`draw`, at
-            offset + j) and its verification (at offset) share it: their words are apart.
+            offset + j) and its verification (at offset) share it: their words are apart. For `Coupled` it is the number of
+            tokens before, and advances by the tokens emitted.
         cu_draft_tokens: int32 or int64 [B + 1], prefix sums of m_b (0 is legal) for the flat layout, the first of them 0;
             rows beyond the last request are not looked at. None: padded.
         max_draft_tokens: int, at least every m_b (a request with more is invalid); needed with `cu_draft_tokens`, else m.
             At most 64.
+        budget: float64 [B], nats that each request may still spend, >= 0: subtract `spent` from it after each call. Then the
+            log-likelihood ratio of a whole text to the target is at most what it had at the start (docs/rules.md). For rules
+            that keep the target's proportions: SpS, Cactus, AdaptiveCactus, Capped, Interpolation. None: no budget.
         out: a `VerifyOutput` to write to; None: allocated.
         scratch: `verify_triton.new_scratch(B, device)`, needed under a CUDA graph; None: kept by the launcher.
         backend: "triton", "torch", or None: triton on a GPU, torch elsewhere.
@@ -98,7 +107,7 @@ def verify(
     rule = resolve_rule(rule)
     batch_size, m = _layout(draft_token_ids, cu_draft_tokens, max_draft_tokens)
     inputs = Inputs(
-        target_probs, draft_probs, draft_token_ids, rule, seed, offset, cu_draft_tokens, m, batch_size
+        target_probs, draft_probs, draft_token_ids, rule, seed, offset, cu_draft_tokens, m, batch_size, budget=budget
     )  # fmt: skip
     return run(inputs, out, scratch, backend)
 
@@ -120,6 +129,7 @@ def verify_from_logits(
     row_map=None,
     cu_draft_tokens=None,
     max_draft_tokens=None,
+    budget=None,
     out=None,
     scratch=None,
     backend=None,
@@ -127,7 +137,8 @@ def verify_from_logits(
     """`verify` from raw logits: no softmax is written. On a GPU two launches; with top-k or top-p three.
 
     The first launch reduces rows to statistics (`RowStats`), by which the second makes probabilities as it reads. What is
-    not said here is as in `verify`.
+    not said here is as in `verify`. On triton, rules with statistics, or solved for row pairs, write the
+    probabilities after all, and take the padded layout alone.
 
     Args:
         target_logits: [B, m + 1, V], or flat [N + B, V], fp32, bf16 or fp16.
@@ -169,7 +180,7 @@ def verify_from_logits(
     inputs = Inputs(
         target_logits, draft_probs if draft_logits is None else draft_logits, draft_token_ids, rule, seed, offset,
         cu_draft_tokens, m, batch_size, sampling=sampling, draft_sampling=draft_sampling, draft_stats=draft_stats,
-        bonus_token_ids=bonus_token_ids, row_map=row_map,
+        bonus_token_ids=bonus_token_ids, row_map=row_map, budget=budget,
     )  # fmt: skip
     return run(
         inputs, out, scratch, backend, ("target_logits", "draft_logits" if draft_probs is None else "draft_probs")
@@ -205,12 +216,17 @@ def run(inputs, out, scratch, backend, names=("target_probs", "draft_probs")) ->
     for name, sampling in (("sampling", inputs.sampling), ("draft_sampling", inputs.draft_sampling)):
         if sampling is not None:
             check_sampling(name, sampling, B)
+    if inputs.budget is not None:
+        check_tensor("budget", inputs.budget, 1, (torch.float64,), (B,))
+        check_budget(inputs.rule)
     for strength in inputs.rule.strengths:
         if isinstance(strength, torch.Tensor):
             check_tensor(f"the strength of {inputs.rule.name}", strength, 1, (torch.float32,), (B,))
     if torch.compiler.is_compiling():
         if out is not None or scratch is not None:
             raise ValueError("out and scratch are not taken while torch.compile traces: it plans memory itself")
+        if inputs.budget is not None:
+            raise ValueError("a budget is not taken while torch.compile traces: call verify outside of it")
         from .ops import call_verify
 
         return VerifyOutput(*call_verify(inputs, backend))
@@ -219,6 +235,7 @@ def run(inputs, out, scratch, backend, names=("target_probs", "draft_probs")) ->
             torch.empty((B, m + 1), dtype=inputs.draft_token_ids.dtype, device=device),
             torch.empty(B, dtype=torch.int32, device=device),
             torch.empty(B, dtype=torch.bool, device=device),
+            None if inputs.budget is None else torch.empty(B, dtype=torch.float64, device=device),
         )
     else:
         if not isinstance(out, VerifyOutput):
@@ -226,13 +243,25 @@ def run(inputs, out, scratch, backend, names=("target_probs", "draft_probs")) ->
         check_tensor("out.token_ids", out.token_ids, 2, (inputs.draft_token_ids.dtype,), (B, m + 1))
         check_tensor("out.num_accepted", out.num_accepted, 1, (torch.int32,), (B,))
         check_tensor("out.valid", out.valid, 1, (torch.bool,), (B,))
-    check_device(device, *inputs.tensors, out.token_ids, out.num_accepted, out.valid, scratch)
-    if choose_backend(backend, device) == "torch":
-        implementation = verify_torch.verify
+        if inputs.budget is not None:
+            check_tensor("out.spent", out.spent, 1, (torch.float64,), (B,))
+    check_device(device, *inputs.tensors, out.token_ids, out.num_accepted, out.valid, out.spent, scratch)
+    chosen = choose_backend(backend, device)
+    if not B:
+        return out
+    if inputs.budget is not None and not inputs.rule.strengths:  # lossless
+        out.spent.zero_()
+        inputs = replace(inputs, budget=None)
+    if isinstance(inputs.rule, Coupled):
+        from . import coupled
+
+        coupled.verify(inputs, out, scratch, chosen)
+    elif chosen == "torch":
+        verify_torch.verify(inputs, out, scratch)
     else:
-        from .verify_triton import verify as implementation
-    if B:
-        implementation(inputs, out, scratch)
+        from . import verify_triton
+
+        verify_triton.verify(inputs, out, scratch)
     return out
 
 

@@ -9,7 +9,7 @@ import functools
 import numpy as np
 import torch
 
-from . import numpy_language, philox, race_torch, rules
+from . import clip, numpy_language, philox, race_torch, row_statistics, rules
 from .rows_torch import COLUMNS, GROUP, LogitRows, ProbRows, Settings, reduced
 
 # What a token is drawn from: the target row; the residual (h - p)+; or h without the drafted token, where rounding or
@@ -25,6 +25,14 @@ def verify(inputs, out, scratch=None):
     num_drafted, first, bad_index = _spans(inputs)
     ids = n = _drafted_tokens(inputs, first, num_drafted)
     target, draft = _target_rows(inputs, num_drafted, first), _draft_rows(inputs, n, first)
+    stat = row_statistics.compute(inputs.rule.statistics, target, n >= 0)
+    if inputs.rule.solved is not None:
+        stat = clip.compute(inputs.rule, target, draft, n, (n >= 0) & (inputs.rule.solved == "drafted"), strengths)
+
+    body = inputs.rule.h
+    if inputs.budget is not None:
+        body = rules.within(body)
+        bad_request |= ~(inputs.budget.cpu().numpy() >= 0)
 
     # 1. q_n and p_n of the drafted tokens: [B, m + 1], the last column being the end of every draft.
     request, j = np.arange(B)[:, None], np.arange(m + 1)
@@ -35,23 +43,37 @@ def verify(inputs, out, scratch=None):
     bad |= target.bad_at(request, j, q_n) & ((j < num_drafted[:, None]) | (inputs.bonus_token_ids is None))
     if draft is not None:
         bad |= draft.bad_at(request, j, p_n) & (n >= 0)
+    for s in stat or ():
+        bad |= np.isnan(s) & (n >= 0)
     q_n, p_n = np.minimum(q_n, np.float32(1)), np.minimum(p_n, np.float32(1))
 
     # 2. Accept until the first token that is rejected, bad or not there.
     row = philox.counter_row(offset[:, None], j)
     u = philox.uniform(*philox.philox(seed[:, None], 0, philox.ACCEPT, *row))
     with np.errstate(all="ignore"):  # bad values
-        h_n = _numpy_body(inputs.rule.h)(q_n, q_n, p_n, True, None, *(_of(s, slice(None)) for s in strengths))
+        h_n = _numpy_body(inputs.rule.h)(q_n, q_n, p_n, True, stat, *(_of(s, slice(None)) for s in strengths))
+        if inputs.budget is not None:
+            spends, left, cap = _within(inputs.budget, h_n, q_n, p_n, n)
+            h_n, stat = np.minimum(h_n, q_n * cap), (*(stat or ()), cap)
         accepted = (u * p_n < h_n) & (n >= 0) & ~bad
     stop = (~accepted).argmax(1)
+    if inputs.budget is not None:
+        out.spent.copy_(torch.from_numpy(np.where(j < stop[:, None], np.minimum(spends, left), 0).sum(1) / rules.UNIT))
     request = request[:, 0]
     valid = ~bad[request, stop]
     n, q_n, p_n = ids[request, stop], q_n[request, stop], p_n[request, stop]
 
+    if inputs.rule.solved == "rejected":
+        where = (j == stop[:, None]) & (ids >= 0) & valid[:, None]
+        stat = clip.compute(inputs.rule, target, draft, ids, where, strengths)
+
     # 3. The weights of the one row pair that a token is drawn from, summed chunk by chunk, and the race.
     def draw(kind, r):
         """Draw for requests r, whose token comes from weights of one kind; for those without a residual, from the rest."""
-        weights, fine = _weights(kind, target, draft, r, stop[r], (n[r], q_n[r], p_n[r]), inputs.rule, strengths)
+        of_r = stat and tuple(s[r, stop[r]] for s in stat)
+        weights, fine = _weights(
+            kind, target, draft, r, stop[r], (n[r], q_n[r], p_n[r]), inputs.rule, body, of_r, strengths
+        )
         sums = chunk_sums(weights)
         some = (sums != 0).any(1)
         token[r] = race_torch.race(sums, weights, [x[r] for x in exponentials])
@@ -78,7 +100,7 @@ def verify(inputs, out, scratch=None):
         to.copy_(torch.from_numpy(values))
 
 
-def _weights(kind, target, draft, request, position, drafted, rule, strengths):
+def _weights(kind, target, draft, request, position, drafted, rule, body, stat, strengths):
     """The weights of requests, fp32 [R, V], 0 at the drafted token (n, its q and p); and which rows are not bad [R]."""
     n, q_n, p_n = drafted
     q = target.whole(request, position)
@@ -87,8 +109,9 @@ def _weights(kind, target, draft, request, position, drafted, rule, strengths):
         return q, ~bad
     V = q.shape[1]
     column = functools.partial(_column, device=q.device)
-    w = rule.h(q, column(q_n), column(p_n), False, None, *(column(_of(s, request)) for s in strengths))
-    if kind == RESIDUAL and draft is not None:
+    stat = stat and tuple(map(column, stat))
+    w = body(q, column(q_n), column(p_n), False, stat, *(column(_of(s, request)) for s in strengths))
+    if kind == RESIDUAL and draft is not None and rule.subtracts_draft:
         p = draft.whole(request, position)[:, :V]
         bad |= draft.bad_whole(p)
         if p.shape[1] < V:
@@ -99,6 +122,17 @@ def _weights(kind, target, draft, request, position, drafted, rule, strengths):
     inside = np.flatnonzero(n < V)
     w[inside, n[inside]] = 0
     return w, ~bad
+
+
+def _within(budget, h_n, q_n, p_n, drafted):
+    """What each position would spend, what is left before it, both int64 [B, m + 1], and the cap that makes, fp32.
+
+    budget: float64 [B]. drafted: int64 [B, m + 1], -1 where nothing is drafted.
+    """
+    spends = np.where(drafted >= 0, _numpy_body(rules.spend)(h_n, q_n, p_n), 0)
+    whole = (np.minimum(budget.cpu().numpy(), rules.MOST) * rules.UNIT).astype(np.int64)
+    left = np.maximum(whole[:, None] - (spends.cumsum(1) - spends), 0)
+    return spends, left, _numpy_body(rules.cap)(left)
 
 
 @functools.cache
@@ -169,8 +203,8 @@ def _target_rows(inputs, num_drafted, first):
 
     def index(request, position):
         if first is None:
-            return request, np.minimum(position, rows.shape[1] - 1)
-        return (np.minimum(first[request] + request * has_bonus + position, len(rows) - 1),)
+            return request, position.clip(max=rows.shape[1] - 1)
+        return ((first[request] + request * has_bonus + position).clip(max=len(rows) - 1),)
 
     if inputs.sampling is None:
         return ProbRows(rows, index)
@@ -187,10 +221,10 @@ def _draft_rows(inputs, n, first):
 
     def index(request, position):
         if row_map is not None:
-            return row_map[request], np.minimum(position, rows.shape[1] - 1)
+            return row_map[request], position.clip(max=rows.shape[1] - 1)
         if first is None:
-            return request, np.minimum(position, rows.shape[1] - 1)
-        return (np.minimum(first[request] + position, len(rows) - 1),)
+            return request, position.clip(max=rows.shape[1] - 1)
+        return ((first[request] + position).clip(max=len(rows) - 1),)
 
     if inputs.draft_stats is not None:
         return LogitRows(rows, index, _host(inputs.draft_stats.packed, np.float32), index)

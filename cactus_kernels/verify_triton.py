@@ -6,13 +6,16 @@ draws the token from the winning chunk, writes every output and leaves the scrat
 """
 
 import functools
+import math
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 
-from . import philox, race_torch, rows_torch, rules, verify_torch
+from . import clip_triton, philox, race_torch, row_statistics_triton, rules, verify_torch
 from .race_triton import BAD, CHUNK, LOWEST, ONE, race, row_at, stream_of, uniform
+from .row_statistics_triton import _is_bad
 from .rows_triton import (
     BLOCKS,
     NUM_WARPS,
@@ -26,19 +29,16 @@ from .rows_triton import (
     span_of,
     with_scratch,
 )
-from .sampling import COLUMNS
+from .rules import Capped
+from .sampling import COLUMNS, INVERSE_TEMPERATURE, RowStats
 
-MAX_PROB = tl.constexpr(rows_torch.MAX_PROB)
 TARGET, RESIDUAL, REST = (
     tl.constexpr(kind) for kind in (verify_torch.TARGET, verify_torch.RESIDUAL, verify_torch.REST)
 )
 ACCEPT = tl.constexpr(philox.ACCEPT)
 SPLIT_CHUNKS = tl.constexpr(256)  # chunks one block can hold sums of: V <= 262,144 in one split
-
-
-@triton.jit
-def _is_bad(x):
-    return ((x >= 0.0) & (x <= MAX_PROB)) == 0
+MOST, UNIT = tl.constexpr(rules.MOST), tl.constexpr(rules.UNIT)
+_spend, _cap = (rules.bind(f, tl, triton.jit) for f in (rules.spend, rules.cap))
 
 
 @triton.jit
@@ -62,10 +62,10 @@ def _stream(row, at, token, stats):
 
 @triton.jit
 def _fixed_weight(q, p, q_n, p_n, strengths, H: tl.constexpr, KIND: tl.constexpr):
-    """Weights of tokens that are not n, in units of 2^-52."""
+    """Weights of tokens that are not n, in units of 2^-52. strengths: after the tuple of statistics."""
     w = q
     if KIND != TARGET:
-        w = H(q, q_n, p_n, False, None, *strengths)
+        w = H(q, q_n, p_n, False, *strengths)
     if KIND == RESIDUAL:
         w = tl.maximum(w - p, 0.0)
     return (w * ONE).to(tl.int64)
@@ -159,15 +159,24 @@ def _chunk_weights(
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     q_row, p_row, q_stats, p_stats = rows
     w = _load(q_row, token, token, token < q_end, q_stats)
-    w = tl.where(n >= 0, H(w, tl.minimum(q_at_n, 1.0), tl.minimum(p_at_n, 1.0), False, None, *strengths), w)
+    w = tl.where(n >= 0, H(w, tl.minimum(q_at_n, 1.0), tl.minimum(p_at_n, 1.0), False, *strengths), w)
     if RESIDUE == RESIDUAL:
         w -= _load(p_row, token, token, token < p_end, p_stats)
     return tl.where((token == n) | (token >= q_end), 0.0, tl.maximum(w, 0.0))
 
 
-@triton.jit(do_not_specialize=["seed", "offset", "N", "m", "share", "slots"])
+@triton.jit
+def _statistics(read, num_rows, row, mask, READS: tl.constexpr):
+    """What the rule reads at rows of the target beside q and p: a tuple of READS fp32."""
+    found = ()
+    for k in tl.static_range(READS):
+        found = found + (tl.load(read + k * num_rows + row, mask=mask, other=0.0),)  # noqa: RUF005
+    return found
+
+
+@triton.jit(do_not_specialize=["seed", "offset", "N", "m", "share", "slots", "num_rows"])
 def verify_kernel(
-    token_ids, num_accepted, valid,  # out: ids [B, m + 1], int32 [B], bool [B]
+    token_ids, num_accepted, valid, spent,  # out: ids [B, m + 1], int32 [B], bool [B], float64 [B] or None
     scratch,  # int64 [B, 2]: the best word and the number of blocks that arrived, both 0 before and after
     target, draft,  # [B, m + 1, V] and [B, m, V_draft], or flat [N + B, V] and [N, V_draft]; draft or None
     target_stats, draft_stats,  # None: the rows are probabilities; else they are logits, and these fp32 [..., 8]
@@ -177,12 +186,16 @@ def verify_kernel(
     cu_draft_tokens,  # [B + 1] prefix sums, or None: padded
     seed, offset,  # int64 [B] or one number
     strengths,  # tuple of fp32 [B] or numbers
+    read, num_rows,  # fp32 [READS, num_rows], what the rule reads at the rows of the target; or None
+    budget,  # float64 [B], or None
     strides,  # in elements, (request, row or column) of target, draft, draft_token_ids, token_ids; num_accepted, valid
     stats_strides,  # in elements, (request, row) of target_stats and draft_stats
     N, m, V, V_draft,  # drafted tokens in all and at most in a request; vocabulary sizes
     share,  # chunks of a split, a multiple of WARPS
     PER_REQUEST: tl.constexpr,  # bit k: strength k is a tensor
     STATS_GIVEN: tl.constexpr,  # draft_stats lie as the draft's rows do, flat or by slot; else by request
+    G: tl.constexpr,  # H, or H within the budget: for tokens that are not n
+    READS: tl.constexpr, SUBTRACTS: tl.constexpr,  # SUBTRACTS: recovery takes the draft off
     H: tl.constexpr, PICK_CHUNK: tl.constexpr, PICK_TOKEN: tl.constexpr,
     BLOCK_M: tl.constexpr, WARPS: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
@@ -239,7 +252,25 @@ def verify_kernel(
     q_n, p_n = tl.minimum(q, 1.0), tl.minimum(p, 1.0)
     at = position + j
     r0, r1, _, _ = tl.philox(key, tl.zeros_like(j).to(tl.uint32), ACCEPT, at.to(tl.uint32), (at >> 32).to(tl.uint32))
-    accepted = (uniform(r0, r1) * p_n < H(q_n, q_n, p_n, True, None, *values)) & (ids >= 0) & (bad == 0)
+    stat = 0.0
+    if READS:
+        if cu_draft_tokens is None:
+            target_row = row + wide * (m + 1)
+        else:
+            target_row = row + wide
+        stat = _statistics(read, num_rows, target_row, ids >= 0, READS)
+        for k in tl.static_range(READS):
+            bad |= (stat[k] != stat[k]) & (ids >= 0)
+    h_n = H(q_n, q_n, p_n, True, stat, *values)
+    if budget is not None:
+        whole = tl.load(budget + request)
+        bad_request |= (whole >= 0.0) == 0
+        spends = tl.where(ids >= 0, _spend(h_n, q_n, p_n), 0)
+        left = (tl.minimum(tl.where(whole >= 0.0, whole, 0.0), MOST) * UNIT).to(tl.int64)
+        left = tl.maximum(left - (tl.cumsum(spends, 0) - spends), 0)
+        cap = _cap(left)
+        h_n = tl.minimum(h_n, q_n * cap)
+    accepted = (uniform(r0, r1) * p_n < h_n) & (ids >= 0) & (bad == 0)
     stop = tl.min(tl.where(accepted, BLOCK_M, j), 0)
     stop = tl.where(bad_request, 0, stop)
     bad_request |= tl.sum(tl.where(j == stop, bad.to(tl.int32), 0), 0) > 0
@@ -250,6 +281,18 @@ def verify_kernel(
     at = position + stop
     stream = (key, at.to(tl.uint32), (at >> 32).to(tl.uint32))
 
+    if READS:
+        stat = _statistics(read, num_rows, tl.sum(tl.where(j == stop, target_row, 0), 0), rejected, READS)
+    if budget is not None:
+        cap = tl.sum(tl.where(j == stop, cap, 0.0), 0)
+        if READS:
+            stat = stat + (cap,)  # noqa: RUF005
+        else:
+            stat = (cap,)
+        spends = tl.sum(tl.where(j < stop, tl.minimum(spends, left), 0), 0)
+        tl.store(spent + request * strides[10], spends.to(tl.float64) / UNIT)
+    values = (stat,) + values  # noqa: RUF005
+
     # 3. This block's share of the one row pair. A bonus token that is given has no row.
     given = stop < 0
     if bonus_token_ids is not None:
@@ -258,7 +301,7 @@ def verify_kernel(
     q_stats = ()
     if target_stats is not None:
         q_stats = load_stats(target_stats, wide * stats_strides[0] + stop * stats_strides[1], given == 0)
-    if draft is None:
+    if draft is None or not SUBTRACTS:
         p_row, p_stats = q_row, ()
         RESIDUE: tl.constexpr = REST
     else:
@@ -271,11 +314,11 @@ def verify_kernel(
     end = tl.where(given, first, tl.minimum(first + share, tl.cdiv(V, CHUNK)))
     if rejected:
         word = _scan(
-            rows, drafted, first, end, V, V_draft, stream, values, H, RESIDUE, PICK_CHUNK, WARPS, LANES, STEP, VEC
+            rows, drafted, first, end, V, V_draft, stream, values, G, RESIDUE, PICK_CHUNK, WARPS, LANES, STEP, VEC
         )  # fmt: skip
     else:
         word = _scan(
-            rows, drafted, first, end, V, V_draft, stream, values, H, TARGET, PICK_CHUNK, WARPS, LANES, STEP, VEC
+            rows, drafted, first, end, V, V_draft, stream, values, G, TARGET, PICK_CHUNK, WARPS, LANES, STEP, VEC
         )  # fmt: skip
     word = tl.where(bad_request, BAD, word)
 
@@ -290,7 +333,7 @@ def verify_kernel(
             # No residual, by rounding or bad input: what is left of h without n. Rare, so one chunk at a time will do.
             p_end = 0 * p_end
             for c in range(0, tl.cdiv(V, CHUNK)):
-                w = _chunk_weights(rows, drafted, c, V, p_end, values, H, RESIDUE)
+                w = _chunk_weights(rows, drafted, c, V, p_end, values, G, RESIDUE)
                 total = tl.sum((w * ONE).to(tl.int64), 0) + tl.zeros((1,), tl.int64)
                 word = tl.maximum(word, race(total, c + tl.arange(0, 1), stream, PICK_CHUNK, word))
         ok = (word > 0) & (word < BAD)
@@ -308,7 +351,7 @@ def verify_kernel(
         chunk = (word & LOWEST) ^ LOWEST
         drawn = ok & (given == 0)
         q_end, p_end = tl.where(drawn, V, 0), tl.where(drawn, p_end, 0)
-        w = _chunk_weights(rows, drafted, chunk, q_end, p_end, values, H, RESIDUE)
+        w = _chunk_weights(rows, drafted, chunk, q_end, p_end, values, G, RESIDUE)
         winner = race(w, tl.arange(0, CHUNK), stream, PICK_TOKEN, word)
         winner = chunk * CHUNK + ((winner & LOWEST) ^ LOWEST)
         if bonus_token_ids is not None:
@@ -372,13 +415,53 @@ def _verify_logits(inputs, out, scratch, splits, num_warps):
         draft_stats = inputs.draft_stats.packed if inputs.draft_stats is not None else None
         if reduced is not None:
             draft_stats = stats[:, J:]
-        _launch(inputs, out, scratch.zeros, (stats, draft_stats), splits, num_warps)
+        if not (inputs.rule.statistics or inputs.rule.solved):
+            return _launch(inputs, out, scratch.zeros, (stats, draft_stats), splits, num_warps)
+        written = replace(inputs, target=_written(inputs.target, stats[:, :J]), sampling=None, draft_stats=None)
+        if draft_stats is not None and m:
+            written = replace(written, draft=_written(inputs.draft, draft_stats), draft_sampling=None)
+        return _launch(written, out, scratch.zeros, (None, None), splits, num_warps)
 
+    # Their rules read whole rows of probabilities: those are written first.
+    if (inputs.rule.statistics or inputs.rule.solved) and (
+        inputs.cu_draft_tokens is not None or inputs.row_map is not None or not has_bonus
+    ):
+        raise ValueError(
+            f"from logits on triton, {inputs.rule.name} takes the padded layout with bonus rows and no row_map: pass that, "
+            "probabilities to `verify`, or backend='torch'"
+        )
     with_scratch(scratch, inputs.target.device, needs | {"entropy": False}, run)
+
+
+def _written(logits, stats):
+    """Rows of logits [B, J, V] as the probabilities that their statistics [B, J, 8] make of them, fp32."""
+    stats = RowStats(stats)
+    inverse = stats.packed[..., INVERSE_TEMPERATURE, None]
+    weights = ((logits.float() - stats.max[..., None]) * inverse).exp_()
+    weights = weights.masked_fill_(logits < stats.cutoff[..., None], 0)
+    greedy = torch.arange(logits.shape[-1], device=logits.device) == stats.argmax[..., None]
+    return torch.where(inverse == 0, greedy.float(), weights).mul_(stats.norm[..., None])
+
+
+def _read(inputs, out, launch):
+    """What the rule's body reads beside q and p: fp32 [S, rows of the target], None where that is nothing.
+
+    launch: function of inputs that verifies them.
+    """
+    rule = inputs.rule
+    if rule.solved is None:
+        return row_statistics_triton.compute(inputs)
+    if rule.solved == "drafted":
+        return clip_triton.compute(inputs)
+    # What is accepted does not depend on b: find the rejected rows first.
+    launch(replace(inputs, rule=Capped(rule.cap)))
+    return clip_triton.compute(inputs, at=out.num_accepted.contiguous())
 
 
 def _launch(inputs, out, scratch, stats, splits, num_warps):
     """stats: statistics of the target's and the draft's rows, fp32 [..., 8], or None for rows of probabilities."""
+    read = _read(inputs, out, lambda others: _launch(others, out, scratch, stats, splits, num_warps))
+    body = inputs.rule.h if inputs.budget is None else rules.within(inputs.rule.h)
     target, draft, ids, flat = inputs.target, inputs.draft, inputs.draft_token_ids, inputs.cu_draft_tokens is not None
     rows = [target] if draft is None else [target, draft]
     strengths = inputs.rule.strengths
@@ -397,6 +480,7 @@ def _launch(inputs, out, scratch, stats, splits, num_warps):
     strides += (0, 0) if draft is None else row_strides(draft, flat and inputs.row_map is None)
     strides += (0, ids.stride(0)) if flat else ids.stride()
     strides += (*out.token_ids.stride(), out.num_accepted.stride(0), out.valid.stride(0))
+    strides += (0,) if inputs.budget is None else out.spent.stride()
     target_stats, draft_stats = stats
     given = inputs.draft_stats is not None
     stats_strides = (0, 0) if target_stats is None else target_stats.stride()[:2]
@@ -406,11 +490,13 @@ def _launch(inputs, out, scratch, stats, splits, num_warps):
         stats_strides += row_strides(draft_stats, given and flat and inputs.row_map is None)
     with torch.cuda.device_of(target):
         verify_kernel[inputs.batch_size, triton.cdiv(chunks, share)](
-            out.token_ids, out.num_accepted, out.valid, scratch, target, draft, target_stats, draft_stats,
-            dense(inputs.bonus_token_ids), dense(inputs.row_map), 0 if draft is None else len(draft), ids,
-            dense(inputs.cu_draft_tokens), dense(inputs.seed), dense(inputs.offset), tuple(map(dense, strengths)), strides,
-            stats_strides, ids.numel(), inputs.max_draft_tokens, inputs.vocab_size, inputs.draft_vocab_size, share,
+            out.token_ids, out.num_accepted, out.valid, None if inputs.budget is None else out.spent, scratch,
+            target, draft, target_stats, draft_stats, dense(inputs.bonus_token_ids), dense(inputs.row_map),
+            0 if draft is None else len(draft), ids, dense(inputs.cu_draft_tokens), dense(inputs.seed),
+            dense(inputs.offset), tuple(map(dense, strengths)), read, math.prod(target.shape[:-1]), dense(inputs.budget),
+            strides, stats_strides, ids.numel(), inputs.max_draft_tokens, inputs.vocab_size, inputs.draft_vocab_size, share,
             PER_REQUEST=sum(1 << k for k, s in enumerate(strengths) if isinstance(s, torch.Tensor)), STATS_GIVEN=given,
+            READS=0 if read is None else len(read), SUBTRACTS=inputs.rule.subtracts_draft, G=_jitted(body),
             H=_jitted(inputs.rule.h), PICK_CHUNK=inputs.purposes[0], PICK_TOKEN=inputs.purposes[1],
             BLOCK_M=triton.next_power_of_2(inputs.max_draft_tokens + 1), WARPS=num_warps, LANES=lanes(),
             STEP=lanes() * (8 if aligned else 4), VEC=16 // item if aligned else 1, num_warps=num_warps,
@@ -421,7 +507,7 @@ def _launch(inputs, out, scratch, stats, splits, num_warps):
 @functools.cache
 def _jitted(body):
     """The body of a rule as a function of the kernel, the same object each time, so that triton's cache knows it."""
-    return triton.jit(rules.bind(body, tl))
+    return rules.bind(body, tl, triton.jit)
 
 
 def _describe(x):

@@ -5,6 +5,7 @@ the target, and the launch stops at the compiled kernel. In a process of its own
 triton is imported, with a cache of its own, since what is to be measured is this source.
 """
 
+import importlib
 import importlib.metadata
 import json
 import os
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from cactus_kernels import Cactus, VerifyOutput, rows
-from cactus_kernels.rules import Rule, SpS, m
+from cactus_kernels.rules import AdaptiveCactus, Mentored, Optimal, Rule, SpS, TopK, Typical, m
 from cactus_kernels.verify import Inputs
 
 TARGETS = {
@@ -41,7 +42,7 @@ def version():
 
 
 def measured(kernels):
-    return {name: kernel for name, kernel in kernels.items() if name not in WAYS}
+    return {name: kernel for name, kernel in kernels.items() if name not in WAYS and name not in STATISTICS}
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +111,7 @@ def test_every_operation_is_rounded_on_its_own(target, compiled):
 def test_every_way_of_calling_compiles(compiled):
     """The interpreter takes what the compiler refuses, such as a name that changes its type in a branch."""
     kernels = compiled("sm_90")
-    assert len(kernels) == len(LAYOUTS) * len(DTYPES) + len(WAYS)
+    assert len(kernels) == len(LAYOUTS) * len(DTYPES) + len(WAYS) + len(STATISTICS)
 
 
 class Mixture(Rule):
@@ -142,6 +143,14 @@ def ways():
         "small int seed": Inputs(**padded | {"seed": 1, "offset": -(2**63)}),
         "a strength for each request": Inputs(**padded | {"rule": Cactus(torch.ones(2))}),
         "a rule of ones own": Inputs(**padded | {"rule": Mixture()}),
+        "the KL form": Inputs(**padded | {"rule": Cactus(0.5, "kl")}),
+        "a statistic": Inputs(**padded | {"rule": AdaptiveCactus(torch.ones(2))}),
+        "two statistics, flat": Inputs(**flat | {"rule": Typical()}),
+        "the k-th largest": Inputs(**padded | {"rule": TopK(10), "target": q.bfloat16()}),
+        "solved where rejected": Inputs(**padded | {"rule": Optimal(cap=torch.full((2,), 1.5))}),
+        "solved where drafted, flat": Inputs(**flat | {"rule": Optimal(price=2.0)}),
+        "solved for a divergence": Inputs(**padded | {"rule": Mentored(0.1), "draft": None}),
+        "a budget": Inputs(**padded | {"rule": AdaptiveCactus(0.5), "budget": torch.ones(2).double()}),
         "two dtypes and two sizes": Inputs(**padded | {"target": q[..., :50_000].bfloat16()}),
         "no drafts": rows._inputs(q[:, 0], 5, numbers),
         "one token, one request": Inputs(
@@ -156,6 +165,12 @@ def ways():
 
 
 WAYS = ways()
+# Kernels that run before verification, and their modules.
+STATISTICS = {
+    "entropy_kernel": "row_statistics_triton",
+    "kth_largest_kernel": "row_statistics_triton",
+    "clip_kernel": "clip_triton",
+}
 
 
 def compile_all(target):
@@ -176,14 +191,22 @@ def compile_all(target):
             return 0
 
     class Kernel:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
         def __getitem__(self, grid):
             def launch(*args, **kwargs):
-                self.compiled = kernel.run(*args, grid=grid, warmup=True, **kwargs)
+                self.compiled = self.kernel.run(*args, grid=grid, warmup=True, **kwargs)
 
             return launch
 
     driver.set_active(Driver())
-    kernel, verify_triton.verify_kernel = verify_triton.verify_kernel, Kernel()
+    verify_triton.verify_kernel = Kernel(verify_triton.verify_kernel)
+    statistics = {}
+    for name, module in STATISTICS.items():
+        module = importlib.import_module(f"cactus_kernels.{module}")
+        statistics[name] = Kernel(getattr(module, name))
+        setattr(module, name, statistics[name])
     numbers = torch.zeros(2, dtype=torch.int64)
     batches = {}
     for dtype_name, dtype in DTYPES.items():
@@ -195,10 +218,13 @@ def compile_all(target):
     for name, inputs in (batches | (WAYS if target == "sm_90" else {})).items():
         B, width = inputs.batch_size, inputs.max_draft_tokens + 1
         ids = torch.zeros(B, width, dtype=inputs.draft_token_ids.dtype)
-        out = VerifyOutput(ids, torch.zeros(B, dtype=torch.int32), torch.zeros(B).bool())
+        out = VerifyOutput(ids, torch.zeros(B, dtype=torch.int32), torch.zeros(B).bool(), torch.zeros(B).double())
         verify_triton.verify(inputs, out, verify_triton.new_scratch(B, "cpu"))
         asm = verify_triton.verify_kernel.compiled.asm
         figures[name] = of_amd(asm["amdgcn"]) if "amdgcn" in asm else of_nvidia(asm)
+    for name, kernel in statistics.items():
+        if target == "sm_90":
+            figures[name] = of_nvidia(kernel.compiled.asm)
     return figures
 
 

@@ -1,0 +1,61 @@
+"""Verification of `Coupled`: the target's own draw in every row, compared with the draft."""
+
+import torch
+
+from . import philox
+from .rows import RowInputs, _inputs, _run
+from .sampling import Sampling
+from .verify import run
+
+
+def verify(inputs, out, scratch, backend):
+    """Write the tokens of `inputs` (checked by `verify.run`) to `out` (a `VerifyOutput`)."""
+    if inputs.bonus_token_ids is not None:
+        raise ValueError("Coupled draws the bonus token with the noise of its position: leave bonus_token_ids out")
+    B, m, V, device = inputs.batch_size, inputs.max_draft_tokens, inputs.vocab_size, inputs.target.device
+    request, j = torch.arange(B, device=device)[:, None], torch.arange(m + 1, device=device)
+    rows = inputs.target.reshape(-1, V)
+
+    # 1. The drafted tokens [B, m + 1], -1 beyond each draft, and the request and position of every row of the target.
+    ids = inputs.draft_token_ids.long()
+    disorder = torch.zeros((B, 1), dtype=torch.bool, device=device)
+    if inputs.cu_draft_tokens is None:
+        ids = torch.nn.functional.pad(ids, (0, 1), value=-1)
+        index = request * (m + 1) + j
+        of_row, position = (x.reshape(-1) for x in torch.broadcast_tensors(request, j))
+    else:
+        cu = inputs.cu_draft_tokens.long()
+        start, length = cu[:-1, None], cu.diff()[:, None]
+        disorder = (start < 0) | (length < 0) | (start + length > len(ids)) | (length > m)
+        start, length = start.masked_fill(disorder, 0), length.masked_fill(disorder, 0)
+        index = (start + request + j).clamp(max=len(rows) - 1)
+        padded = torch.nn.functional.pad(ids, (0, 1), value=-1)
+        ids = padded[(start + j).clamp(max=len(ids))].masked_fill(j >= length, -1)
+        # Of a row that two requests with bad prefix sums share, either may be noted: both are invalid.
+        of_row, position = (torch.zeros(len(rows), dtype=torch.int64, device=device) for _ in range(2))
+        mine = j <= length
+        of_row[index[mine]], position[index[mine]] = request.expand_as(index)[mine], j.expand_as(index)[mine]
+
+    # 2. A draw in every row, with the words of its position.
+    seed = inputs.seed
+    if isinstance(seed, int):
+        seed = torch.from_numpy(philox.streams(seed, 0, B)[0]).to(device)
+    offset = inputs.offset if isinstance(inputs.offset, int) else inputs.offset[of_row]
+    drawn = _draw(rows, seed[of_row], offset + position, inputs.sampling, of_row, scratch, backend)[index]
+
+    # 3. Accept while they are equal.
+    bad = (ids < -1) | (ids >= max(V, inputs.draft_vocab_size)) | (drawn < 0) | disorder
+    accepted = (ids == drawn) & (ids >= 0) & ~bad
+    stop = (~accepted).int().argmax(1, keepdim=True)
+    valid = ~bad.gather(1, stop)
+    out.token_ids.copy_(torch.where(j < stop, ids, torch.where((j == stop) & valid, drawn, -1)))
+    out.num_accepted.copy_(stop[:, 0])
+    out.valid.copy_(valid[:, 0])
+
+
+def _draw(rows, seed, offset, sampling, of_row, scratch, backend):
+    """A token of each row, int64 [R], -1 where it is bad: what `draw` and `sample` give."""
+    if sampling is None:
+        return run(_inputs(rows, seed, offset), None, scratch, backend).token_ids[:, 0]
+    settings = (s[of_row] if isinstance(s, torch.Tensor) else s for s in sampling.settings())
+    return _run(RowInputs(rows, Sampling(*settings), False, seed, offset), None, scratch, backend).token_ids

@@ -1,0 +1,308 @@
+"""Speed against divergence on a pair of models: the exact law of every rule at the positions of a text."""
+
+import math
+import re
+from collections import Counter
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from . import law, runs
+from .assets import ASSETS
+from .cache import max_positions
+from .rules import AdaptiveCactus, Cactus, Capped, Coupled, Interpolation, Mentored, Optimal, SpS, TopK, Typical
+
+MAX_DRAFTED = 16  # tokens a forward are given for 1 .. 16 drafted ones
+ELEMENTS = 1 << 18  # row elements handled at once: enough to amortise an operation, few enough for the cache
+MAX_TOKENS = 1024  # of a piece of text: its logits are held at once
+PROMPT_TOKENS, SELF_GENERATED_TOKENS = 8, 128  # of each document, where the target writes the rest itself
+WEIGHTS = [1 - (1 - i / 16) ** 2 for i in range(17)]  # of the interpolations: p at 0, q at 1
+
+DELTAS = (1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.25, 0.5, 1.0)
+CAPS = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
+PRICES = (1.05, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 14.0, 20.0, 50.0)
+# A curve for each rule, over its strengths.
+CURVES = {
+    "sps": [SpS()],
+    "coupled": [Coupled()],
+    "cactus": [Cactus(x) for x in DELTAS],
+    "cactus, kl": [Cactus(x, divergence="kl") for x in DELTAS],
+    "adaptive, certain": [AdaptiveCactus(x) for x in DELTAS],
+    "adaptive, uncertain": [AdaptiveCactus(x, spend="uncertain") for x in DELTAS],
+    "capped": [Capped(x) for x in CAPS],
+    "optimal, cap": [Optimal(cap=x) for x in CAPS],
+    "optimal, price": [Optimal(price=x) for x in PRICES],
+    "mentored": [Mentored(x) for x in (0.003, 0.01, 0.03, 0.1, 0.2, 0.4, 0.8)],
+    "interpolation": [Interpolation(x) for x in (0.95, 0.85, 0.7, 0.5, 0.35, 0.2, 0.1)],
+    "typical": [Typical(x) for x in (0.5, 0.3, 0.2, 0.09, 0.03, 0.01, 0.001)],
+    "top-k": [TopK(x) for x in (1, 2, 3, 5, 10, 20, 50)],
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure: how many positions, and how both models' rows are processed. Raises ValueError or TypeError.
+
+    self_generated: the text gives prompts alone, and the target writes the rest.
+    """
+
+    positions: int = 500
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    self_generated: bool = False
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.positions < 1:
+            raise ValueError(f"positions must be at least 1, got {self.positions}")
+        self.decoding(1, self.seed)  # checks the others
+
+    def __str__(self):
+        parts = [f"T {self.temperature:g}"]
+        parts += [f"top-k {self.top_k}"] * (self.top_k > 0) + [f"top-p {self.top_p:g}"] * (self.top_p < 1)
+        return ", ".join(parts) + ("; self-generated" if self.self_generated else "")
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+    def decoding(self, max_new_tokens: int, seed: int) -> runs.Settings:
+        """How the target writes; its checks are the checks of the settings above."""
+        names = ("temperature", "top_k", "top_p")
+        return runs.Settings(SpS(), seed, max_new_tokens=max_new_tokens, **{n: getattr(self, n) for n in names})
+
+
+@dataclass(frozen=True)
+class Point:
+    """A rule at one strength: means over all positions, in nats; infinite where one of them is.
+
+    tokens_per_forward: for 1 .. 16 drafted tokens, along the text: a draft of m tokens from position i gives
+        1 + a_i + a_i a_(i+1) + ... + a_i ... a_(i+m-1), with a the acceptances. None where no document is that long.
+    nll: of the text's tokens under the emitted law; `nll_gain` how much lower it is than under the target, with its
+        standard error; `nll_interpolation` under the w q + (1 - w) p whose mean KL is that of the rule.
+    """
+
+    curve: str
+    rule: str
+    strength: float | None
+    acceptance: float
+    kl: float
+    kl_reverse: float
+    total_variation: float
+    chi_square: float
+    tokens_per_forward: list
+    nll: float
+    nll_gain: float
+    nll_gain_error: float
+    nll_interpolation: float | None
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Every rule at every strength on the same positions. `complete` is False if the run was interrupted.
+
+    positions: how many. scored: those at which both models can emit the text's token, over which `nll` is taken.
+    draft_kl: KL(p || q); target_nll, draft_nll: of the text's tokens under q and p.
+    """
+
+    points: list[Point]
+    positions: int
+    scored: int
+    documents: int
+    complete: bool
+    draft_kl: float
+    target_nll: float
+    draft_nll: float
+
+    def to_dict(self) -> dict:
+        """Ready for JSON: numbers with nine digits; what is infinite or not known is None."""
+        return _rounded(asdict(self))
+
+
+def load_documents(path: str | None) -> list[str]:
+    """The documents of a text file, those of the package's own without a path: what blank lines part. Raises ValueError."""
+    file = ASSETS / "problems.txt" if path is None else Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot read {str(file)!r}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{str(file)!r} is not UTF-8") from error
+    documents = [d.strip() for d in re.split(r"\n\s*\n", text) if d.strip()]
+    if not documents:
+        raise ValueError(f"{str(file)!r} holds no text")
+    return documents
+
+
+def measure(pair: runs.Pair, documents: list[str], settings: Settings, progress=lambda what, share: None, curves=None):
+    """The exact law of every rule at the first positions of the documents, those after their first tokens: a `Frontier`.
+
+    Args:
+        documents: texts, each scored with its own tokens as context, in pieces that fit both models.
+        progress: told what is done and the share that is over.
+        curves: name -> rules in the order of their strengths; `CURVES` unless given.
+
+    An interrupt (Ctrl-C) ends it early: what comes back is taken over the positions done, `complete` False. With none done
+    it is raised. Raises ValueError where the documents give no position.
+    """
+    curves = CURVES if curves is None else curves
+    rules = [rule for some in curves.values() for rule in some]
+    done, count, complete = [], 0, False
+    try:
+        for piece, (tokens, first) in enumerate(_pieces(pair, documents, settings)):
+            tokens = tokens[: first + settings.positions - count]
+            rows = _rows(pair, tokens, first, settings)
+            size = max(1, ELEMENTS // rows[0].shape[1])
+            for p, q, token in zip(*(x.split(size) for x in (*rows, tokens[first:].cpu())), strict=True):
+                done.append((piece, *_figures(p.double().softmax(-1), q.double().softmax(-1), token[:, None], rules)))
+                count += len(token)
+                progress("measuring", count / settings.positions)
+            if count == settings.positions:
+                break
+        complete = True
+    except KeyboardInterrupt:
+        if not done:
+            raise
+    if not done:
+        raise ValueError("the text gives no position to measure at: it has no document of two tokens")
+    return _summary(curves, done, complete)
+
+
+def _pieces(pair, documents, settings):
+    """Token ids [L] on the models' device, and the first of them that is a position, of one piece of text after another."""
+    limit = min(
+        (n for n in map(max_positions, (pair.model, pair.assistant_model)) if n is not None), default=MAX_TOKENS
+    )
+    limit = min(limit, MAX_TOKENS)
+    for i, text in enumerate(documents):
+        tokens = pair.tokenizer(text, return_tensors="pt").input_ids[0].to(pair.model.device)
+        if settings.self_generated:
+            prompt = tokens[:PROMPT_TOKENS]
+            decoding = settings.decoding(min(limit - len(prompt), SELF_GENERATED_TOKENS), seed=settings.seed + i)
+            written = runs.run_plain(pair, prompt[None], decoding).token_ids
+            yield torch.cat([prompt, prompt.new_tensor(written)]), len(prompt)
+        else:
+            yield from ((piece, 1) for piece in tokens.split(limit) if len(piece) > 1)
+
+
+@torch.no_grad()
+def _rows(pair, tokens, first, settings):
+    """Processed scores of draft and target at the positions of tokens[first:]: fp32 [L - first, V] each."""
+    warpers = LogitsProcessorList()
+    if settings.temperature != 1:
+        warpers.append(TemperatureLogitsWarper(settings.temperature))
+    if settings.top_k:
+        warpers.append(TopKLogitsWarper(settings.top_k))
+    if settings.top_p < 1:
+        warpers.append(TopPLogitsWarper(settings.top_p))
+    rows = [m(tokens[None], use_cache=False).logits[0, first - 1 : -1] for m in (pair.assistant_model, pair.model)]
+    rows = [warpers(tokens[None], x.float()).cpu() for x in rows]
+    V = max(x.shape[1] for x in rows)  # vocabularies of one tokenizer may be padded to different sizes
+    return [torch.nn.functional.pad(x, (0, V - x.shape[1]), value=-math.inf) for x in rows]
+
+
+def _figures(p, q, token, rules):
+    """Of rows p, q float64 [n, V] and the text's tokens [n, 1]: figures of the rules [R, 6, n], mean KL of the interpolations
+    [W, n], and the probability that draft and target give the tokens [2, n]."""
+    positions = law.Positions(p, q)
+    of_token = torch.stack([x.gather(1, token)[:, 0] for x in (p, q)])
+    p, q = positions.p, positions.q
+    # Where the text's tokens stand in the columns that are left; one that is not there has probability 0.
+    place = torch.searchsorted(positions.columns, token).clamp(max=p.shape[1] - 1)
+    absent = positions.columns[place] != token
+    figures = []
+    for rule in rules:
+        emitted, accepted = positions.law(rule)
+        nll = -emitted.gather(1, place).masked_fill(absent, 0)[:, 0].log()
+        figures.append(torch.stack([accepted, *law.divergences(emitted, q), nll]))
+    interpolations = torch.stack([law.kl(w * q + (1 - w) * p, q) for w in WEIGHTS])
+    return torch.stack(figures), interpolations, of_token
+
+
+def _summary(curves, done, complete):
+    """done: for each chunk of positions, the number of its piece of text and what `_figures` gave."""
+    pieces, *parts = zip(*done, strict=True)
+    lengths = Counter()
+    for piece, part in zip(pieces, parts[-1], strict=True):
+        lengths[piece] += part.shape[1]
+    lengths = list(lengths.values())
+    figures, interpolations, of_token = (torch.cat(x, dim=-1) for x in parts)
+    scored = (of_token > 0).all(0)
+    p, q = of_token[:, scored]
+    interpolations = interpolations.mean(1)
+    points = []
+    names = [(curve, rule) for curve, rules in curves.items() for rule in rules]
+    for (curve, rule), of_rule in zip(names, figures, strict=True):
+        means, nll = of_rule[:5].mean(1).tolist(), of_rule[5, scored]
+        gain = -q.log() - nll
+        w = _matched_weight(interpolations, means[1])
+        points.append(
+            Point(
+                curve,
+                _written(rule),
+                next(iter(_given(rule).values()), None),
+                *means,
+                tokens_per_forward=_tokens_per_forward(of_rule[0].split(lengths)),
+                nll=nll.mean().item(),
+                nll_gain=gain.mean().item(),
+                nll_gain_error=gain.std().item() / math.sqrt(len(gain)) if len(gain) > 1 else math.nan,
+                nll_interpolation=None if w is None else -(w * q + (1 - w) * p).log().mean().item(),
+            )
+        )
+    return Frontier(
+        points=points,
+        positions=sum(lengths),
+        scored=len(q),
+        documents=len(lengths),
+        complete=complete,
+        draft_kl=interpolations[0].item(),
+        target_nll=-q.log().mean().item(),
+        draft_nll=-p.log().mean().item(),
+    )
+
+
+def _tokens_per_forward(acceptances):
+    """See `Point`. acceptances: [L] of each document. Each product of acceptances is averaged over its windows."""
+    expected, total, products = [], 1.0, list(acceptances)
+    for m in range(MAX_DRAFTED):
+        products = [x[: len(a) - m] for x, a in zip(products, acceptances, strict=True) if len(a) > m]
+        if not products:
+            return expected + [None] * (MAX_DRAFTED - m)
+        total += torch.cat(products).mean().item()
+        expected.append(total)
+        acceptances = [a for a in acceptances if len(a) > m]
+        products = [x[:-1] * a[m + 1 :] for x, a in zip(products, acceptances, strict=True)]
+    return expected
+
+
+def _matched_weight(kls, kl):
+    """The w at which the interpolations, whose KL at `WEIGHTS` is given, have that KL; None if none has."""
+    if not (kls.isfinite().all() and kl <= kls[0]):
+        return None
+    # A divergence is quadratic around w = 1, so that its root is nearly linear there.
+    return float(np.interp(math.sqrt(max(kl, 0)), kls.clamp(min=0).sqrt().flip(0), WEIGHTS[::-1]))
+
+
+def _given(rule):
+    """The fields of a rule that were given: its strength, and what else differs from the defaults; name -> value."""
+    values = [(f, getattr(rule, f.name)) for f in fields(rule) if getattr(rule, f.name) is not None]
+    return {f.name: value for i, (f, value) in enumerate(values) if i == 0 or value != f.default}
+
+
+def _written(rule):
+    """A rule as it is written in Python."""
+    return f"{type(rule).__name__}({', '.join(f'{name}={value!r}' for name, value in _given(rule).items())})"
+
+
+def _rounded(value):
+    """Numbers with nine digits, None for those that are not finite; in dicts and lists."""
+    if isinstance(value, dict):
+        return {k: _rounded(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_rounded(v) for v in value]
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.9g}") if math.isfinite(value) else None

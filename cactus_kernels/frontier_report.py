@@ -1,0 +1,143 @@
+"""What `frontier` measured, as rows of a table, a picture and a recommendation; and files that are whole or not there."""
+
+import math
+import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from .frontier import Frontier, Point
+
+DRAFTED = (4, 16)  # of the columns of the table
+ROUNDING = 1e-12  # of float64: a lossless rule has a KL of 0
+STYLES = ("o-", "s-", "^-", "v-", "D-", "P-", "X-")
+SUFFIXES = (".png", ".svg")
+COLUMNS = ("rule", "", "accept", "KL", *(f"m = {m}" for m in DRAFTED), "loss", "gain", "same KL")
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What to recommend: the most acceptance within max_kl nats (0.1 if neither is given), or the least KL that accepts at
+    least a share of min_acceptance. Raises ValueError."""
+
+    max_kl: float | None = None
+    min_acceptance: float | None = None
+
+    def __post_init__(self):
+        if self.max_kl is not None and not self.max_kl >= 0:
+            raise ValueError(f"max-kl must be at least 0, got {self.max_kl}")
+        if self.min_acceptance is not None and not 0 <= self.min_acceptance <= 1:
+            raise ValueError(f"min-accept must be in [0, 1], got {self.min_acceptance}")
+
+    def best(self, found: Frontier) -> Point | None:
+        """The point of a frontier that serves it best, None if none does."""
+        if self.min_acceptance is not None:
+            points = [p for p in found.points if p.acceptance >= self.min_acceptance - ROUNDING]
+            return min(points, key=lambda p: p.kl, default=None)
+        points = [p for p in found.points if p.kl <= self._max_kl + ROUNDING]
+        return max(points, key=lambda p: p.acceptance, default=None)
+
+    def answer(self, found: Frontier) -> str:
+        """One line."""
+        if self.min_acceptance is not None:
+            wanted = f"acceptance of at least {self.min_acceptance:g}"
+        else:
+            wanted = f"KL of at most {self._max_kl:g}"
+        best = self.best(found)
+        if best is None:
+            return f"For a mean {wanted}: none of these rules and strengths"
+        return f"For a mean {wanted}: {best.rule}, which accepts {best.acceptance:.3f} at a KL of {best.kl:.4f}"
+
+    @property
+    def _max_kl(self):
+        return 0.1 if self.max_kl is None else self.max_kl
+
+
+def rows(found: Frontier) -> list[tuple[str, ...]]:
+    """The rows of a table with `COLUMNS`, one a point, the name of a curve on the first of its points."""
+    table, curve = [], None
+    for p in found.points:
+        name, curve = "" if p.curve == curve else p.curve, p.curve
+        strength = "" if p.strength is None else f"{p.strength:g}"
+        forwards = [_fixed(p.tokens_per_forward[m - 1], 2) for m in DRAFTED]
+        losses = _fixed(p.nll), f"{round(p.nll_gain, 3) + 0.0:+.3f}", _fixed(p.nll_interpolation)
+        table.append((name, strength, _fixed(p.acceptance), _fixed(p.kl), *forwards, *losses))
+    return table
+
+
+def notes(found: Frontier) -> str:
+    """What the columns mean, and the figures that are the same for all rules."""
+    errors = [p.nll_gain_error for p in found.points if math.isfinite(p.nll_gain_error)]
+    interrupted = "" if found.complete else ", interrupted"
+    return (
+        f"Means over {found.positions} positions of {found.documents} documents{interrupted}. KL: of the emitted law from the "
+        "target. m: tokens a forward pass of the target with so many drafted. loss: nats a token of the text under the emitted "
+        "law; gain: how far below the target's loss that is, give or take a standard error of at most "
+        f"{_fixed(max(errors, default=None))}; same KL: the loss under the mixture of target and draft that "
+        f"has the rule's KL; these over the {found.scored} positions where both models can emit the text's token. Loss of the "
+        f"target {_fixed(found.target_nll)}, of the draft {_fixed(found.draft_nll)}; KL of the draft {_fixed(found.draft_kl)}."
+    )
+
+
+def check_plot(path: str) -> None:
+    """Raises ValueError for a name that does not end in .png or .svg, ImportError without matplotlib."""
+    if Path(path).suffix.lower() not in SUFFIXES:
+        raise ValueError(f"a plot is a .png or .svg file, got {path!r}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ImportError("a plot needs matplotlib: pip install 'cactus-kernels[plot]'") from error
+
+
+def plot(found: Frontier, title: str, file, name: str) -> None:
+    """Write a picture of acceptance against KL, one curve a rule, to a binary file, in the format of the name's suffix."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    curves = {}
+    for point in found.points:
+        if math.isfinite(point.kl):
+            curves.setdefault(point.curve, []).append((max(point.kl, 0.0), point.acceptance))
+    # Text stays text, and equal figures give equal files.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "frontier"}):
+        figure = Figure(figsize=(8, 5.5), layout="constrained")
+        axes = figure.add_subplot()
+        for i, (curve, points) in enumerate(curves.items()):
+            style = "*" if len(points) == 1 else STYLES[i % len(STYLES)]
+            axes.plot(
+                *zip(*points, strict=True), style, label=curve, color=f"C{i % 10}", markersize=4 + 5 * (style == "*")
+            )
+        # Lossless rules stand at 0: the scale is linear up to a thousandth of a nat.
+        axes.set_xscale("symlog", linthresh=1e-3)
+        axes.set_xlim(left=0)
+        axes.set_xlabel("KL(P‖q), nats, mean over positions")
+        axes.set_ylabel("probability that a drafted token is accepted")
+        axes.set_title(title, fontsize="medium")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small", ncols=2)
+        suffix = Path(name).suffix.lower()
+        metadata = {"Date": None} if suffix == ".svg" else None
+        figure.savefig(file, format=suffix.removeprefix("."), dpi=120, metadata=metadata)
+
+
+def check_writable(path: str) -> None:
+    """Raises ValueError where a file cannot be put."""
+    if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
+        raise ValueError(f"cannot write {path!r}: it must name a file in a directory that exists")
+
+
+@contextmanager
+def replacing(path: str):
+    """A binary file to write, which takes the place of `path` once it is whole."""
+    path = Path(path).absolute()
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(unfinished, "wb") as file:
+            yield file
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _fixed(value, digits=3):
+    return "-" if value is None else f"{round(value, digits) + 0.0:.{digits}f}"  # not -0.000

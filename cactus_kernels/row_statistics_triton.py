@@ -1,0 +1,119 @@
+"""The statistics of `row_statistics` in one small launch, a program for each drafted position."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from . import row_statistics, rows_torch, rules
+from .rows_triton import dense, span_of
+from .rules import elementary
+
+ONE = tl.constexpr(row_statistics.ONE)
+BLOCK = 2048
+_log = rules.bind(elementary.log, tl, triton.jit)
+
+
+MAX_PROB = tl.constexpr(rows_torch.MAX_PROB)
+
+
+@triton.jit
+def _is_bad(x):
+    return ((x >= 0.0) & (x <= MAX_PROB)) == 0
+
+
+@triton.jit
+def _drafted_row(target, cu_draft_tokens, strides, N, m):
+    """The target row of this program's position: (drafted, pointer, its number among all, its number by the strides)."""
+    request, j = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start, length, _ = span_of(request, cu_draft_tokens, N, m)
+    row = start + j
+    if cu_draft_tokens is None:
+        index = row + request * (m + 1)
+    else:
+        index = row + request
+    return j < length, target + request * strides[0] + row * strides[1], index, row
+
+
+@triton.jit(do_not_specialize=["N", "m"])
+def entropy_kernel(
+    entropy, largest,  # out: fp32 [R] each, or None
+    target, cu_draft_tokens, strides, N, m, V,  # as in `verify_kernel`
+    scale,  # of the entropy
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    drafted, row, index, _ = _drafted_row(target, cu_draft_tokens, strides, N, m)
+    sums, top, bad = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, tl.where(drafted, V, 0), BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        q = tl.load(row + token, mask=token < V, other=0.0).to(tl.float32)
+        bad |= _is_bad(q).to(tl.int32)
+        top = tl.maximum(top, q)
+        x = tl.where(q > 0.0, q, 1.0)
+        sums += (x * _log(x) * ONE).to(tl.int64)
+    bad = tl.max(bad, 0) > 0
+    if entropy is not None:
+        value = (-tl.sum(sums, 0)).to(tl.float32) * (1 / ONE) * scale
+        tl.store(entropy + index, tl.where(bad, float("nan"), value), mask=drafted)
+    if largest is not None:
+        tl.store(largest + index, tl.where(bad, float("nan"), tl.minimum(tl.max(top, 0), 1.0)), mask=drafted)
+
+
+@triton.jit(do_not_specialize=["N", "m", "k"])
+def kth_largest_kernel(
+    out,  # fp32 [R]
+    target, cu_draft_tokens, strides, N, m, V,  # as in `verify_kernel`
+    k,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    # Bits of numbers >= 0 are in the order of the numbers: digits of 8 bits, the highest first.
+    drafted, row, index, _ = _drafted_row(target, cu_draft_tokens, strides, N, m)
+    end = tl.where(drafted, V, 0)
+    bad = tl.zeros((BLOCK,), tl.int32)
+    digit = tl.arange(0, 512)
+    prefix, left = k * 0, k
+    for step in tl.static_range(4):
+        shift = 24 - 8 * step
+        counts = tl.zeros((512,), tl.int32)
+        for start in range(0, end, BLOCK):
+            token = start + tl.arange(0, BLOCK)
+            q = tl.load(row + token, mask=token < V, other=0.0).to(tl.float32)
+            bad |= _is_bad(q).to(tl.int32)
+            bits = tl.where(q > 0.0, q, 0.0).to(tl.int32, bitcast=True) >> shift
+            counts += tl.histogram(tl.where((bits >> 8) == prefix, bits & 255, 511), 512)
+        counts = tl.where(digit < 256, counts, 0)
+        at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
+        found = tl.max(tl.where((at_least >= left) & (digit < 256), digit, 0), 0)
+        left -= tl.sum(tl.where(digit == found, at_least - counts, 0), 0)
+        prefix = prefix * 256 + found
+    value = tl.minimum(prefix.to(tl.float32, bitcast=True), 1.0)
+    tl.store(out + index, tl.where(tl.max(bad, 0) > 0, float("nan"), value), mask=drafted)
+
+
+def compute(inputs):
+    """fp32 [S, R], those that the rule of `inputs` names, of the R rows of the target; None without names."""
+    if not inputs.rule.statistics:
+        return None
+    target, flat, names = inputs.target, inputs.cu_draft_tokens is not None, inputs.rule.statistics
+    out = torch.full((len(names), math.prod(target.shape[:-1])), float("nan"), device=target.device)
+    strides = (target.stride(0), target.stride(0) if flat else target.stride(1))
+    N, m, V = inputs.draft_token_ids.numel(), inputs.max_draft_tokens, inputs.vocab_size
+    rows = (target, dense(inputs.cu_draft_tokens), strides, N, m, V)
+    given = dict(zip(names, out, strict=True))
+    options = {"BLOCK": BLOCK, "num_warps": 8, "enable_fp_fusion": False}
+    with torch.cuda.device_of(target):
+        for name, values in given.items():
+            if not m:
+                continue
+            if name in ("entropy", "relative entropy"):
+                scale = row_statistics.scale(V) if name == "relative entropy" else 1.0
+                entropy_kernel[inputs.batch_size, m](values, given.get("largest"), *rows, scale, **options)
+            elif name == "largest":
+                if not {"entropy", "relative entropy"} & given.keys():
+                    entropy_kernel[inputs.batch_size, m](None, values, *rows, 1.0, **options)
+            elif name[0] == "k-th largest":
+                kth_largest_kernel[inputs.batch_size, m](values, *rows, name[1], **options)
+            else:
+                raise ValueError(f"unknown statistic {name!r}")
+    return out

@@ -1,0 +1,164 @@
+"""SpS and Cactus: verification against the target, and against the target with the drafted token raised."""
+
+from dataclasses import dataclass
+
+import torch
+
+from .. import torch_language as m
+from .base import Rule, as_strength, check_strength
+from .elementary import log, log_ratio
+
+
+def sps_h(q, q_n, p_n, is_drafted, stat):
+    return q
+
+
+def raised(q, q_n, is_drafted, h_n):
+    """h with h_n at n and q's proportions elsewhere."""
+    # q_n = 1 gives h_n = 1 and a scale of 0, not 0/0. The scale multiplies q as a whole: where h_n = q_n it is exactly 1.
+    scale = m.div_rn(1.0 - h_n, m.where(q_n < 1.0, 1.0 - q_n, 1.0))
+    return m.where(is_drafted, h_n, q * scale)
+
+
+def taylor(q_n, delta):
+    # The product of the q's comes first: it is at most 1/2, so no finite delta overflows.
+    return m.minimum(q_n + m.sqrt_rn(2.0 * q_n * (1.0 - q_n) * delta), 1.0)
+
+
+def cactus_h(q, q_n, p_n, is_drafted, stat, delta):
+    return raised(q, q_n, is_drafted, taylor(q_n, delta))
+
+
+def kl_root(q_n, delta):
+    """The largest x in [q_n, 1] with x ln(x / q_n) + (1 - x) ln((1 - x) / (1 - q_n)) <= delta."""
+    y = 1.0 - q_n
+    log_q = log(q_n)
+    # Where the root is close to 1: 1 - x = excess / (1 + ln(y / q_n) - ln(1 - x)), with a rough 1 - x on the right.
+    excess = m.maximum(-log_q - delta, 1e-30)
+    slope = 1.0 + (log(m.maximum(y, 1e-30)) - log_q)
+    rough = m.minimum(m.div_rn(excess, m.maximum(slope, 1.0)), 1.0)
+    near_1 = 1.0 - m.minimum(m.div_rn(excess, slope - log(rough)), 0.5 * y)
+    x = m.minimum(taylor(q_n, delta), near_1)
+    # Newton's steps on a convex function. The first may end beyond 1; five are enough for 3e-7.
+    for _ in m.static_range(5):
+        up, down = log_ratio(x, q_n, x - q_n), log_ratio(1.0 - x, y, q_n - x)
+        step = m.div_rn((x * up + (1.0 - x) * down) - delta, m.maximum(up - down, 1e-30))
+        x = m.where(x - step < 1.0, x - step, m.maximum(0.5 * (1.0 + x), near_1))
+        x = m.minimum(m.maximum(x, q_n), 0.99999994)
+    x = m.where(q_n > 0.0, m.where(delta + 0.0 * q_n > 0.0, x, q_n), 0.0)
+    return m.where(-log_q <= delta, 1.0, x)
+
+
+def cactus_kl_h(q, q_n, p_n, is_drafted, stat, delta):
+    return raised(q, q_n, is_drafted, kl_root(q_n, delta))
+
+
+def certain_h(q, q_n, p_n, is_drafted, stat, delta):
+    return raised(q, q_n, is_drafted, taylor(q_n, delta * m.maximum(1.0 - stat[0], 0.0)))
+
+
+def uncertain_h(q, q_n, p_n, is_drafted, stat, delta):
+    return raised(q, q_n, is_drafted, taylor(q_n, delta * m.minimum(stat[0], 1.0)))
+
+
+@dataclass(frozen=True)
+class SpS(Rule):
+    """Speculative sampling, lossless: `h = q`, so emitted tokens follow the target exactly.
+
+    Reads one row pair.
+
+    Source: Leviathan et al. 2023 (arXiv 2211.17192), Chen et al. 2023 (arXiv 2302.01318).
+    """
+
+    name = "sps"
+    keeps_proportions = True
+    h = staticmethod(sps_h)
+
+
+@dataclass(frozen=True, eq=False)
+class Cactus(Rule):
+    """Cactus, lossy: `h_n = min(q_n + sqrt(2 delta q_n (1 - q_n)), 1)`, the other tokens scaled to make h sum to 1.
+
+    Reads one row pair.
+
+    `h_n >= q_n`, so it accepts at least what SpS accepts; `delta = 0` is SpS. `delta` bounds the divergence of h for one
+    drafted token (chi-square at most 2 delta), not the law of the emitted token: `cactus_kernels.law` gives that exactly.
+
+    With `divergence="kl"`, h_n is the largest x with `x ln(x / q_n) + (1 - x) ln((1 - x) / (1 - q_n)) <= delta`, so that
+    KL(h || q) <= delta for every drafted token; h_n = 1 where q_n >= e^-delta. The closed form is its second-order
+    approximation.
+
+    Args:
+        delta: strength, finite and >= 0, or a float tensor [B] with one for each request. A bad value in a tensor makes
+            that request invalid, since looking at it here would wait for the device.
+        divergence: "taylor", the closed form; or "kl", solved to 2e-7.
+
+    Raises:
+        ValueError: a number that is negative, NaN or infinite in fp32; a tensor that is not one-dimensional; another
+            divergence.
+        TypeError: neither a number nor a floating-point tensor.
+
+    Source: Hao & Mou 2026 (arXiv 2604.04987), the closed form of gamma* and the KL problem that it approximates.
+    """
+
+    delta: float | torch.Tensor = 1.0
+    divergence: str = "taylor"
+
+    keeps_proportions = True
+
+    def __post_init__(self):
+        check_strength("delta", self.delta, meaning=" (0 is SpS)")
+        if self.divergence not in ("taylor", "kl"):
+            raise ValueError(f'divergence must be "taylor" or "kl", got {self.divergence!r}')
+
+    @property
+    def name(self) -> str:
+        return "cactus" if self.divergence == "taylor" else "cactus-kl"
+
+    @property
+    def h(self):
+        return cactus_h if self.divergence == "taylor" else cactus_kl_h
+
+    @property
+    def strengths(self) -> tuple:
+        return (as_strength(self.delta),)
+
+
+@dataclass(frozen=True, eq=False)
+class AdaptiveCactus(Rule):
+    """Cactus with a delta that follows the target row's entropy: `delta (1 - H(q) / ln V)`, or `delta H(q) / ln V`.
+
+    Reads every drafted target row, and one row pair.
+
+    `spend="certain"` spends the budget where the target is certain, `spend="uncertain"` where many tokens would do.
+
+    Args:
+        delta: the largest strength, as for `Cactus`.
+        spend: "certain" or "uncertain".
+
+    Raises:
+        ValueError, TypeError: as for `Cactus`; another `spend`.
+    """
+
+    delta: float | torch.Tensor = 1.0
+    spend: str = "certain"
+
+    keeps_proportions = True
+    statistics = ("relative entropy",)
+
+    def __post_init__(self):
+        check_strength("delta", self.delta, meaning=" (0 is SpS)")
+        if self.spend not in ("certain", "uncertain"):
+            raise ValueError(f'spend must be "certain" or "uncertain", got {self.spend!r}')
+
+    @property
+    def name(self) -> str:
+        return "adaptive" if self.spend == "certain" else "adaptive-uncertain"
+
+    @property
+    def h(self):
+        return certain_h if self.spend == "certain" else uncertain_h
+
+    @property
+    def strengths(self) -> tuple:
+        return (as_strength(self.delta),)

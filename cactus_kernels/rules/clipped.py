@@ -1,0 +1,182 @@
+"""Rules that clip the draft between multiples of the target: what is emitted, or nearly, is clip(p, b q, c q)."""
+
+from dataclasses import dataclass
+
+import torch
+
+from .. import torch_language as m
+from .base import Rule, as_strength, check_strength
+
+
+def interpolation_h(q, q_n, p_n, is_drafted, stat, weight):
+    # (h - p)+ = weight (q - p)+: the token is drawn from (q - p)+.
+    w = m.minimum(weight, 1.0)
+    return m.where(is_drafted, w * q_n + (1.0 - w) * p_n, q)
+
+
+def capped_h(q, q_n, p_n, is_drafted, stat, cap):
+    return m.where(is_drafted, m.minimum(q_n * m.maximum(cap, 1.0), 1.0), q)
+
+
+def optimal_cap_h(q, q_n, p_n, is_drafted, stat, cap):
+    return m.where(is_drafted, m.minimum(q_n * m.maximum(cap, 1.0), 1.0), q * stat[0])
+
+
+def optimal_price_h(q, q_n, p_n, is_drafted, stat, price):
+    return m.where(is_drafted, m.minimum(q_n * stat[1], 1.0), q * stat[0])
+
+
+@dataclass(frozen=True, eq=False)
+class Interpolation(Rule):
+    """Interpolation, lossy: verify against `h = weight q + (1 - weight) p`; the emitted law is h itself.
+
+    Reads one row pair.
+
+    n is accepted with probability `min(1, weight q_n / p_n + 1 - weight)`; recovery from (h - p)+, which is (q - p)+ but for a
+    factor. `weight = 1` is SpS, `weight = 0` accepts every draft.
+
+    Args:
+        weight: the target's share, a number in [0, 1] or a float tensor [B], larger entries of which count as 1.
+
+    Raises:
+        ValueError, TypeError: as for `Cactus`.
+
+    Source: an ensemble of draft and target (arXiv 2604.07622); transformers' `assistant_ensemble_weight`.
+    """
+
+    weight: float | torch.Tensor = 0.5
+
+    name = "interpolation"
+    keeps_proportions = True
+    h = staticmethod(interpolation_h)
+
+    def __post_init__(self):
+        check_strength("weight", self.weight, most=1.0)
+
+    @property
+    def strengths(self) -> tuple:
+        return (as_strength(self.weight),)
+
+
+@dataclass(frozen=True, eq=False)
+class Capped(Rule):
+    """Lenience, lossy: n is accepted with probability `min(1, cap q_n / p_n)`, recovery from plain `(q - p)+`.
+
+    Reads one row pair.
+
+    No token comes out with more than `cap` times its target probability, so KL(P || q) <= ln cap. `cap = 1` is SpS.
+    `Lenience(l)` is `Capped(1 / l)`. `Optimal(cap=...)` has the same cap and acceptance, less divergence, and a solve more.
+
+    Args:
+        cap: a number, finite and at least 1, or a float tensor [B], smaller entries of which count as 1.
+
+    Raises:
+        ValueError, TypeError: as for `Cactus`.
+
+    Source: Leviathan et al. 2023 (arXiv 2211.17192), appendix A.5, "lenience".
+    """
+
+    cap: float | torch.Tensor = 2.0
+
+    name = "capped"
+    keeps_proportions = True
+    h = staticmethod(capped_h)
+
+    def __post_init__(self):
+        check_strength("cap", self.cap, least=1.0, meaning=" (1 is SpS)")
+
+    @property
+    def strengths(self) -> tuple:
+        return (as_strength(self.cap),)
+
+
+def Lenience(lenience: float = 0.5) -> Capped:
+    """`Capped(1 / lenience)`: n is accepted with probability min(1, q_n / (lenience p_n)). A number in (0, 1]."""
+    if isinstance(lenience, bool) or not isinstance(lenience, (int, float)):
+        raise TypeError(f"lenience must be a number, got {type(lenience).__name__}")
+    if not 0 < lenience <= 1:
+        raise ValueError(f"lenience must be in (0, 1] (1 is SpS), got {lenience}")
+    return Capped(1 / lenience)
+
+
+@dataclass(frozen=True, eq=False)
+class Optimal(Rule):
+    """The least divergence for its acceptance, lossy: what is emitted is exactly `clip(p, b q, c q)`, b <= 1 <= c.
+
+    Reads one row pair, some five times (cap); every drafted row pair, some five times (price).
+
+    n is accepted with probability `min(1, c q_n / p_n)`; recovery from `(b q - p)+`, with b such that the law sums to 1. For
+    every f-divergence the largest acceptance at a given divergence has this form (docs/law.md). The law does not depend on
+    the drafted token, and KL(P || q) <= ln c.
+
+    `Optimal(cap=c)` fixes c, and solves for b where a token was rejected. `Optimal(price=k)` fixes c / b = k at every position:
+    the best for KL averaged over positions; it solves every drafted row pair.
+
+    Args:
+        cap: c, a number, finite and at least 1, or a float tensor [B], smaller entries of which count as 1.
+        price: k, of the same kind. One of the two.
+
+    Raises:
+        ValueError: both or neither; otherwise ValueError, TypeError as for `Cactus`.
+    """
+
+    cap: float | torch.Tensor | None = None
+    price: float | torch.Tensor | None = None
+
+    def __post_init__(self):
+        if (self.cap is None) == (self.price is None):
+            raise ValueError("Optimal takes one of cap=c and price=k")
+        check_strength(*(("cap", self.cap) if self.price is None else ("price", self.price)), least=1.0)
+
+    @property
+    def form(self) -> str:
+        """The one of "cap" and "price" that is given."""
+        return "cap" if self.price is None else "price"
+
+    @property
+    def name(self) -> str:
+        return f"optimal-{self.form}"
+
+    @property
+    def h(self):
+        return optimal_cap_h if self.price is None else optimal_price_h
+
+    @property
+    def solved(self) -> str:
+        return "rejected" if self.price is None else "drafted"
+
+    @property
+    def strengths(self) -> tuple:
+        return (as_strength(self.cap if self.price is None else self.price),)
+
+
+@dataclass(frozen=True, eq=False)
+class Mentored(Rule):
+    """Mentored decoding, lossy: `clip(p, b q, c q)`, b and c solved at every position for `KL(q || P) = kl`.
+
+    Reads every drafted row pair, some forty times.
+
+    Where KL(q || p) <= kl, every draft is accepted. The family of `Optimal`, with another multiplier at each position.
+
+    Args:
+        kl: nats, a number, finite and >= 0 (0 is SpS), or a float tensor [B].
+
+    Raises:
+        ValueError, TypeError: as for `Cactus`.
+
+    Source: Tran-Thien 2023, "An optimal lossy variant of speculative decoding".
+    """
+
+    kl: float | torch.Tensor = 0.1
+
+    name = "mentored"
+    form = "kl"
+    solved = "drafted"
+    h = staticmethod(optimal_price_h)
+
+    def __post_init__(self):
+        check_strength("kl", self.kl, meaning=" (0 is SpS)")
+
+    @property
+    def strengths(self) -> tuple:
+        return (as_strength(self.kl),)

@@ -1,0 +1,52 @@
+"""Logarithm and exponential for the bodies of rules: fp32, the same bits on every backend.
+
+`triton.language` has both, but as approximations that differ between devices. Only additions, multiplications, correctly
+rounded divisions and moves of bits here. Of float64, as in `law`, they are the language's own.
+"""
+
+from .. import torch_language as m
+
+
+def log(x):
+    """ln x for x in [0, inf), within 3e-7 relative; at most -103 at 0, not -inf."""
+    if x.dtype == m.float64:
+        return m.log(x)
+    # x = 2^e (1 + f), sqrt(1/2) <= 1 + f < sqrt(2); denormals are scaled first. ln(1 + f) = 2 atanh(f / (2 + f)).
+    small = x < 1.1754943508222875e-38
+    scaled = m.where(small, x * 16777216.0, x)
+    bits = m.cast(scaled, m.int32, bitcast=True) - 0x3F3504F3
+    e = m.cast(bits >> 23, m.float32) - m.where(small, 24.0, 0.0)
+    f = m.cast((bits & 0x7FFFFF) + 0x3F3504F3, m.float32, bitcast=True) - 1.0
+    return e * 0.693147182464599609375 + atanh2(m.div_rn(f, 2.0 + f))
+
+
+def exp(x):
+    """e^x for x in [-87, 88], within 3e-7 relative; x is clamped to that."""
+    if x.dtype == m.float64:
+        return m.exp(x)
+    x = m.minimum(m.maximum(x, -87.0), 88.0)
+    n = m.cast(x * 1.44269502162933349609375 + 126.5, m.int32) - 126  # rounded: a conversion cuts towards 0
+    k = m.cast(n, m.float32)
+    # ln 2 in two parts: the product with the first, of 9 bits, is exact.
+    r = (x - k * 0.693359375) + k * 2.12194440400041639804840087890625e-4
+    # Taylor: |r| <= 0.35, so that the first term left out is below 6e-9.
+    s = 0.00019841270113829523 * r + 0.0013888889225199819
+    s = ((s * r + 0.008333333767950535) * r + 0.0416666679084301) * r + 0.1666666716337204
+    s = ((s * r + 0.5) * r + 1.0) * r + 1.0
+    return s * m.cast((n + 127) << 23, m.float32, bitcast=True)
+
+
+def log_ratio(a, b, difference):
+    """ln(a / b) for a, b > 0 and their difference a - b, which may be known more exactly than they are."""
+    if a.dtype == m.float64:
+        return m.log(a) - m.log(b)
+    s = m.div_rn(difference, a + b)
+    near = (s < 0.17) & (s > -0.17)
+    return m.where(near, atanh2(m.where(near, s, 0.0)), log(a) - log(b))
+
+
+def atanh2(s):
+    """2 atanh(s) for |s| <= 0.172, where the first term left out is below 1e-9 of the result in fp32."""
+    s2 = s * s
+    t = ((s2 * 0.18181818723678589 + 0.2222222238779068) * s2 + 0.2857142984867096) * s2
+    return s * (((t + 0.4000000059604645) * s2 + 0.6666666865348816) * s2 + 2.0)

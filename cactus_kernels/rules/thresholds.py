@@ -1,0 +1,105 @@
+"""Rules that accept or reject a drafted token by the target alone, without a coin."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from .. import torch_language as m
+from .base import Rule, as_strength, check_strength
+from .elementary import exp
+
+
+def typical_h(q, q_n, p_n, is_drafted, stat, epsilon, alpha):
+    entropy, largest = stat
+    threshold = m.minimum(exp(-entropy) * m.minimum(alpha, 1.0), epsilon)
+    # The largest probability is at least e^-H: without rounding, the second condition adds a row of equal ones alone.
+    accepted = (q_n > threshold) | (q_n >= largest)
+    h_n = m.where(accepted, m.where(q_n > 0.0, 1.0, 0.0), 0.0)
+    return m.where(is_drafted, h_n, m.where(q >= largest, q, 0.0))
+
+
+def top_k_h(q, q_n, p_n, is_drafted, stat, k):
+    cutoff = stat[0]
+    h_n = m.where(q_n >= cutoff, m.where(q_n > 0.0, 1.0, 0.0), 0.0)
+    return m.where(is_drafted, h_n, m.where(q >= cutoff, q, 0.0))
+
+
+@dataclass(frozen=True, eq=False)
+class Typical(Rule):
+    """Typical acceptance, lossy: n is accepted iff `q_n > min(epsilon, alpha e^-H(q))`; else the target's most likely token.
+
+    Reads every drafted target row.
+
+    With one parameter, `alpha = sqrt(epsilon)` (TAS); with two, Medusa's form. Deterministic: p does not count, and where
+    nothing is accepted the text is that of greedy decoding, whatever the temperature. Tokens that tie for most likely come
+    out equally often; the most likely token is always accepted, since its probability is at least e^-H. H is the entropy of
+    the target row in nats, within 2e-6 of its size.
+
+    Args:
+        epsilon: the highest threshold, a number in [0, 1] or a float tensor [B].
+        alpha: a number in [0, 1] or a float tensor [B], larger entries of which count as 1; None: sqrt(epsilon).
+
+    Raises:
+        ValueError, TypeError: as for `Cactus`.
+
+    Source: Cai et al. 2024 (Medusa, arXiv 2401.10774) for the criterion; vLLM's typical acceptance sampler (releases before
+    0.8) for the recovered token and for alpha = sqrt(epsilon) by default. vLLM adds 1e-5 inside its logarithm.
+    """
+
+    epsilon: float | torch.Tensor = 0.09
+    alpha: float | torch.Tensor | None = None
+
+    name = "typical"
+    h = staticmethod(typical_h)
+    statistics = ("entropy", "largest")
+    subtracts_draft = False
+
+    def __post_init__(self):
+        check_strength("epsilon", self.epsilon, most=1.0)
+        if self.alpha is not None:
+            check_strength("alpha", self.alpha, most=1.0)
+
+    @property
+    def strengths(self) -> tuple:
+        epsilon = as_strength(self.epsilon)
+        if self.alpha is not None:
+            return epsilon, as_strength(self.alpha)
+        return epsilon, m.sqrt_rn(epsilon) if isinstance(epsilon, torch.Tensor) else as_strength(math.sqrt(epsilon))
+
+
+@dataclass(frozen=True)
+class TopK(Rule):
+    """Top-k acceptance, lossy: n is accepted iff q_n is among the target's k largest; else a token is drawn from those.
+
+    Reads every drafted target row.
+
+    So the output is always one of the k tokens that the target finds most likely; all that tie with the k-th count.
+    Deterministic but for recovery: p does not count.
+
+    Args:
+        k: an int, at least 1. From the vocabulary's size on, every token that the target allows is accepted.
+
+    Raises:
+        TypeError: not an int. ValueError: below 1.
+    """
+
+    k: int = 10
+
+    name = "top-k"
+    h = staticmethod(top_k_h)
+    subtracts_draft = False
+
+    @property
+    def statistics(self) -> tuple:
+        return (("k-th largest", self.k),)
+
+    def __post_init__(self):
+        if isinstance(self.k, bool) or not isinstance(self.k, int):
+            raise TypeError(f"k must be an int, got {type(self.k).__name__}")
+        if self.k < 1:
+            raise ValueError(f"k must be at least 1, got {self.k}")
+
+    @property
+    def strengths(self) -> tuple:
+        return (as_strength(self.k),)
