@@ -143,6 +143,7 @@ def reduced(rows, request, position, settings, entropy=False, visit=None):
     """
     stats = np.full((len(request), COLUMNS), np.nan, dtype=np.float32)
     total, kept, mean_log = (np.empty(len(request)) for _ in range(3))
+    stats[:, -1] = 0
     inverse = stats[:, INVERSE_TEMPERATURE] = settings.inverse[request]
     stats[:, CUTOFF] = -np.inf
     truncates = settings.truncates[request]
