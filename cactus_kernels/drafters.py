@@ -28,6 +28,7 @@ class ModelDrafter:
         self.scorer = Scorer(assistant_model, batch, processors, vocab_size)
         self.batch, self.sampling, self.seed, self.offset, self.backend = batch, sampling, seed, offset, backend
         self.first_round = True
+        self.logits = None  # [B, most drafts of a round, V], kept from round to round
 
     @property
     def model(self):
@@ -37,7 +38,7 @@ class ModelDrafter:
         batch = self.batch
         m = max(batch.drafts)
         ids = torch.full((batch.size, m), -1, dtype=torch.int64, device=batch.device)
-        logits, stats = None, []
+        stats = []
         sampler = self.sampling and DraftSampler(self.seed, self.offset, m, self.sampling, self.backend)
         for j in range(m):
             # The last two tokens, since the draft has not seen the last one that was accepted when all were. It writes
@@ -49,15 +50,15 @@ class ModelDrafter:
             if sampler is None:
                 token = arg_max(scores)
             else:
-                if logits is None:
-                    logits = scores.new_empty((batch.size, m, scores.shape[-1]))
-                logits[:, j] = scores
+                if self.logits is None:
+                    self.logits = scores.new_empty((batch.size, m, scores.shape[-1]))
+                self.logits[:, j] = scores
                 drawn = sampler(scores, j)
                 token = drawn.token_ids
                 stats.append(drawn.stats)
             ids[:, j] = torch.where(batch.num_drafts > j, token, -1)
             batch.text.scatter_(1, (batch.lengths + j)[:, None], token.clamp(min=0)[:, None])
-        return ids, logits, RowStats.stack(stats) if stats else None
+        return (ids, self.logits[:, :m], RowStats.stack(stats)) if stats else (ids, None, None)
 
 
 class PromptLookup:

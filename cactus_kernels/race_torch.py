@@ -32,12 +32,14 @@ def chunk_sums(weights):
 
 def float_chunk_sums(weights):
     """S: fp32 tensor [R, V] -> fp32 array [R, ceil(V / 1024)]."""
-    vocab_size = weights.shape[1]
-    whole = vocab_size // CHUNK * CHUNK
-    sums = weights[:, :whole].unflatten(1, (-1, CHUNK)).sum(-1)
-    if whole < vocab_size:
-        sums = torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], 1)
-    return sums.cpu().numpy()
+    rows, vocab_size = weights.shape
+    whole = vocab_size // CHUNK
+    sums = np.empty((rows, num_chunks(vocab_size)), dtype=np.float32)
+    if whole:
+        sums[:, :whole] = weights[:, : whole * CHUNK].view(rows, whole, CHUNK).sum(-1).cpu().numpy()
+    if whole * CHUNK < vocab_size:
+        sums[:, whole] = weights[:, whole * CHUNK :].sum(-1).cpu().numpy()
+    return sums
 
 
 def noise(seed, row, purposes, vocab_size):

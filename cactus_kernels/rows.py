@@ -46,7 +46,6 @@ class RowInputs:
     entropy: bool = False
     seed: int | torch.Tensor | None = None
     offset: int | torch.Tensor | None = None
-    noise: tuple | None = None  # random words made before, one of what `rows_torch.draft_noise` gives
 
 
 @torch.no_grad()
@@ -102,25 +101,28 @@ def row_stats(logits, *, sampling=None, entropy=False, out=None, scratch=None, b
 class DraftSampler:
     """`sample` for the rows of one round of drafting, one after another: row j at offset + j.
 
-    On a CPU the random words of several rows are made at once, since a thousand cost little more than one.
+    In torch the random words of several rows are made at once, since a thousand cost little more than one, and what does not
+    change between rows is made ready once.
     """
 
     def __init__(self, seed, offset, count, sampling, backend=None):
         """seed, offset: int64 [B]. count: rows to be drawn. sampling, backend: as in `sample`."""
         self.seed, self.offset, self.count, self.sampling, self.backend = seed, offset, count, sampling, backend
+        self.in_torch = choose_backend(backend, seed.device) == "torch"
+        self.settings = rows_torch.Settings(sampling, len(seed)) if self.in_torch else None
         self.noise = {}
 
     def __call__(self, logits, j) -> SampleOutput:
         """Draw row j, as `sample(logits, seed=seed, offset=offset + j, ...)`. logits: [B, V]."""
-        noise = None
-        if choose_backend(self.backend, logits.device) == "torch":
-            if j not in self.noise:
-                B, V = logits.shape
-                rows = max(1, min(self.count - j, WORDS_AHEAD // (B * (race_torch.num_chunks(V) + race_torch.CHUNK))))
-                self.noise = dict(enumerate(rows_torch.draft_noise(self.seed, self.offset + j, B, V, rows), j))
-            noise = self.noise[j]
-        inputs = RowInputs(logits, self.sampling, False, self.seed, self.offset + j, noise)
-        return _run(inputs, None, None, self.backend)
+        if not self.in_torch:
+            return _run(RowInputs(logits, self.sampling, False, self.seed, self.offset + j), None, None, self.backend)
+        if j not in self.noise:
+            B, V = logits.shape
+            rows = max(1, min(self.count - j, WORDS_AHEAD // (B * (race_torch.num_chunks(V) + race_torch.CHUNK))))
+            self.noise = dict(enumerate(rows_torch.draft_noise(self.seed, self.offset + j, B, V, rows), j))
+        drawn = rows_torch.draw(logits, self.settings, self.noise[j])
+        token_ids, probs, packed = (torch.from_numpy(x).to(logits.device) for x in drawn)
+        return SampleOutput(token_ids, probs, RowStats(packed))
 
 
 def _run(inputs, out, scratch, backend) -> SampleOutput:

@@ -33,10 +33,11 @@ class ProbRows:
         """fp32 array, 0 where the token is not in this vocabulary; int64 arguments that broadcast."""
         if 0 in self.rows.shape:  # nothing to read, not even where it would be masked
             return np.zeros(np.broadcast_shapes(request.shape, position.shape, token.shape), dtype=np.float32)
-        index = np.broadcast_arrays(
-            *self.index(request, position), np.minimum(np.maximum(token, 0), self.vocab_size - 1)
-        )
-        values = self.rows[self._tensors(index)].float().cpu().numpy()
+        index = (*self.index(request, position), np.minimum(np.maximum(token, 0), self.vocab_size - 1))
+        if self.rows.device.type == "cpu" and self.rows.dtype == torch.float32:
+            values = self.rows.numpy()[index]
+        else:
+            values = self.rows[self._tensors(np.broadcast_arrays(*index))].float().cpu().numpy()
         return np.where((token >= 0) & (token < self.vocab_size), values, np.float32(0))
 
     def bad_at(self, request, position, probs):
@@ -128,6 +129,7 @@ class Settings:
             self.is_bad |= ~((share >= 0) & (share <= 1))
         self.inverse = inverse_temperature(np.where(self.is_bad, np.float32(1), self.temperature))
         self.truncates = (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0) | (self.inverse == 0)
+        self.some_truncate = bool(self.truncates.any())
         with np.errstate(divide="ignore", invalid="ignore"):
             self.log_min_p = np.log(self.min_p)
 
@@ -141,37 +143,40 @@ def reduced(rows, request, position, settings, entropy=False, visit=None):
         visit: called for a few rows at a time, with their slice, their weights (prob / NORM) fp32 [R', V], and the chunk
             sums of these, fp32 array [R', C].
     """
-    stats = np.full((len(request), COLUMNS), np.nan, dtype=np.float32)
-    total, kept, mean_log = (np.empty(len(request)) for _ in range(3))
-    stats[:, -1] = 0
+    stats = np.zeros((len(request), COLUMNS), dtype=np.float32)
+    stats[:, CUTOFF], stats[:, KEPT], stats[:, ENTROPY] = -np.inf, 1, np.nan
+    argmax = stats.view(np.int32)[:, ARGMAX]
     inverse = stats[:, INVERSE_TEMPERATURE] = settings.inverse[request]
-    stats[:, CUTOFF] = -np.inf
-    truncates = settings.truncates[request]
+    kept, mean_log = np.empty(len(request)), np.empty(len(request) * entropy)
+    truncates = settings.truncates[request] if settings.some_truncate else ()
     size = max(1, GROUP // rows.vocab_size)
     for start in range(0, len(request), size):
         r = slice(start, start + size)
         x = rows.whole(request[r], position[r])
-        largest, stats.view(np.int32)[r, ARGMAX] = _first_largest(x)
+        largest, argmax[r] = _first_largest(x)
         stats[r, MAX] = largest
         weights = exp_weights(x, largest, inverse[r])
         sums = race_torch.float_chunk_sums(weights)
-        kept[r] = total[r] = sums.sum(1)
-        if truncates[r].any():
+        kept[r] = sums.sum(1)
+        if any(truncates[r]):
+            total = kept[r].copy()
             for i in np.flatnonzero(truncates[r]):
-                stats[start + i, CUTOFF] = _cutoff(x[i], weights[i], total[start + i], settings, request[start + i])
+                stats[start + i, CUTOFF] = _cutoff(x[i], weights[i], total[i], settings, request[start + i])
             keep(weights, x, stats[r])
             sums = race_torch.float_chunk_sums(weights)
             kept[r] = sums.sum(1)
+            with np.errstate(divide="ignore", invalid="ignore"):  # bad rows
+                stats[r, KEPT] = np.where(inverse[r] == 0, 1, kept[r] / total)
         if entropy:
             mean_log[r] = torch.special.xlogy(weights, weights).sum(1, dtype=torch.float64).cpu().numpy()
         if visit:
             visit(r, weights, sums)
     bad = settings.is_bad[request] | ~(np.abs(stats[:, MAX]) < np.inf)  # NaN comes through the maximum
-    with np.errstate(divide="ignore", invalid="ignore"):
-        stats[:, NORM] = np.where(bad, np.nan, 1 / kept)
-        stats[:, KEPT] = np.where(inverse == 0, 1, kept / total)
-        if entropy:
-            stats[:, ENTROPY] = np.log(kept) - mean_log / kept
+    if bad.any():
+        kept[bad] = np.nan
+    stats[:, NORM] = 1 / kept
+    if entropy:
+        stats[:, ENTROPY] = np.log(kept) - mean_log / kept
     return stats
 
 
@@ -235,23 +240,38 @@ def _column(values, like):
 def row_stats(inputs, out, scratch=None):
     """Write the statistics of `inputs` (a checked `rows.RowInputs`) to `out.stats`; draw from the rows if it has a seed."""
     B, vocab_size = inputs.logits.shape
-    rows, every = ProbRows(inputs.logits, lambda request, position: (request,)), np.arange(B)
+    settings = Settings(inputs.sampling, B)
     if inputs.seed is None:
-        stats = reduced(rows, every, every, Settings(inputs.sampling, B), inputs.entropy)
+        every = np.arange(B)
+        stats = reduced(_plain_rows(inputs.logits), every, every, settings, inputs.entropy)
         out.stats.packed.copy_(torch.from_numpy(stats))
         return
-    noise = inputs.noise or draft_noise(inputs.seed, inputs.offset, B, vocab_size, 1)[0]
-    tokens, probs = np.empty(B, dtype=np.int64), np.empty(B, dtype=np.float32)
+    noise = draft_noise(inputs.seed, inputs.offset, B, vocab_size, 1)[0]
+    drawn = draw(inputs.logits, settings, noise, inputs.entropy)
+    for to, values in zip((out.token_ids, out.probs, out.stats.packed), drawn, strict=True):
+        to.copy_(torch.from_numpy(values))
 
-    def draw(r, weights, sums):
+
+def draw(logits, settings, noise, entropy=False):
+    """A token from each row of logits [B, V], its probability, and the row's statistics: int64 and fp32 arrays [B], fp32 [B, 8].
+
+    settings: `Settings`. noise: one of what `draft_noise` gives.
+    """
+    every = np.arange(len(logits))
+    tokens, probs = np.empty(len(logits), dtype=np.int64), np.empty(len(logits), dtype=np.float32)
+
+    def visit(r, weights, sums):
         tokens[r] = race_torch.race(sums, weights, [x[r] for x in noise])
         probs[r] = weights[every[: len(weights)], tokens[r]].cpu().numpy()
 
-    stats = reduced(rows, every, every, Settings(inputs.sampling, B), inputs.entropy, draw)
+    stats = reduced(_plain_rows(logits), every, every, settings, entropy, visit)
     probs *= stats[:, NORM]
     tokens[np.isnan(probs)] = -1
-    for to, values in ((out.stats.packed, stats), (out.token_ids, tokens), (out.probs, probs)):
-        to.copy_(torch.from_numpy(values))
+    return tokens, probs, stats
+
+
+def _plain_rows(logits):
+    return ProbRows(logits, lambda request, position: (request,))
 
 
 def draft_noise(seed, offset, batch_size, vocab_size, count):

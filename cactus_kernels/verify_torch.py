@@ -29,9 +29,9 @@ def verify(inputs, out, scratch=None):
     if inputs.rule.solved is not None:
         stat = clip.compute(inputs.rule, target, draft, n, (n >= 0) & (inputs.rule.solved == "drafted"), strengths)
 
-    body = inputs.rule.h
+    body, in_numpy = inputs.rule.h, _numpy_body(inputs.rule.h)
     if inputs.budget is not None:
-        body = rules.within(body)
+        body, in_numpy = rules.within(body), _numpy_body(rules.within(in_numpy))
         bad_request |= ~(inputs.budget.cpu().numpy() >= 0)
 
     # 1. q_n and p_n of the drafted tokens: [B, m + 1], the last column being the end of every draft.
@@ -72,7 +72,7 @@ def verify(inputs, out, scratch=None):
         """Draw for requests r, whose token comes from weights of one kind; for those without a residual, from the rest."""
         of_r = stat and tuple(s[r, stop[r]] for s in stat)
         weights, fine = _weights(
-            kind, target, draft, r, stop[r], (n[r], q_n[r], p_n[r]), inputs.rule, body, of_r, strengths
+            kind, target, draft, r, stop[r], (n[r], q_n[r], p_n[r]), inputs.rule, (body, in_numpy), of_r, strengths
         )
         sums = chunk_sums(weights)
         some = (sums != 0).any(1)
@@ -100,25 +100,33 @@ def verify(inputs, out, scratch=None):
         to.copy_(torch.from_numpy(values))
 
 
-def _weights(kind, target, draft, request, position, drafted, rule, body, stat, strengths):
-    """The weights of requests, fp32 [R, V], 0 at the drafted token (n, its q and p); and which rows are not bad [R]."""
+def _weights(kind, target, draft, request, position, drafted, rule, bodies, stat, strengths):
+    """The weights of requests, fp32 [R, V], 0 at the drafted token (n, its q and p); and which rows are not bad [R].
+
+    bodies: h over torch and over numpy.
+    """
     n, q_n, p_n = drafted
     q = target.whole(request, position)
     bad = target.bad_whole(q)
     if kind == TARGET:
         return q, ~bad
-    V = q.shape[1]
-    column = functools.partial(_column, device=q.device)
-    stat = stat and tuple(map(column, stat))
-    w = body(q, column(q_n), column(p_n), False, stat, *(column(_of(s, request)) for s in strengths))
+    V, p = q.shape[1], None
     if kind == RESIDUAL and draft is not None and rule.subtracts_draft:
         p = draft.whole(request, position)[:, :V]
         bad |= draft.bad_whole(p)
         if p.shape[1] < V:
             p = torch.nn.functional.pad(p, (0, V - p.shape[1]))
-        w = (w - p).clamp_(min=0)
-    elif w is q:
-        w = q.clone()
+    strengths = [_of(s, request) for s in strengths]
+    if q.device.type == "cpu":  # numpy's operations, where the small ones cost a third of torch's
+        stat = stat and tuple(s.reshape(-1, 1) for s in stat)
+        w = bodies[1](q.numpy(), q_n[:, None], p_n[:, None], False, stat, *strengths)
+        w = w.copy() if p is None else np.maximum(w - p.numpy(), np.float32(0))
+        w = torch.from_numpy(w)
+    else:
+        column = functools.partial(_column, device=q.device)
+        stat = stat and tuple(map(column, stat))
+        w = bodies[0](q, column(q_n), column(p_n), False, stat, *map(column, strengths))
+        w = w.clone() if p is None else (w - p).clamp_(min=0)
     inside = np.flatnonzero(n < V)
     w[inside, n[inside]] = 0
     return w, ~bad
