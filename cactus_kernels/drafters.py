@@ -38,13 +38,16 @@ class ModelDrafter:
         batch = self.batch
         m = max(batch.drafts)
         ids = torch.full((batch.size, m), -1, dtype=torch.int64, device=batch.device)
-        stats = []
+        stats, token = [], None
         sampler = self.sampling and DraftSampler(self.seed, self.offset, m, self.sampling, self.backend)
         for j in range(m):
             # The last two tokens, since the draft has not seen the last one that was accepted when all were. It writes
             # over what it had, so every row may do the same.
-            before = (max(batch.length) if self.first_round else 2) if j == 0 else 0
-            tokens, positions = batch.block(before, j) if j == 0 else (x[:, -1:] for x in batch.block(0, j))
+            if j == 0:
+                tokens, positions = batch.block(max(batch.length) if self.first_round else 2, 0)
+            else:
+                tokens = token.clamp(min=0)[:, None]
+                positions = torch.where(batch.num_drafts >= j, batch.lengths + (j - 1), -1)[:, None]
             scores = self.scorer.scores(self.scorer.logits(tokens, positions, ahead=j, keep=1), ahead=j)[:, 0]
             self.first_round = False
             if sampler is None:

@@ -149,12 +149,16 @@ def reduced(rows, request, position, settings, entropy=False, visit=None):
     inverse = stats[:, INVERSE_TEMPERATURE] = settings.inverse[request]
     kept, mean_log = np.empty(len(request)), np.empty(len(request) * entropy)
     truncates = settings.truncates[request] if settings.some_truncate else ()
+    only_norms = not (settings.some_truncate or entropy or visit)
     size = max(1, GROUP // rows.vocab_size)
     for start in range(0, len(request), size):
         r = slice(start, start + size)
         x = rows.whole(request[r], position[r])
         largest, argmax[r] = _first_largest(x)
         stats[r, MAX] = largest
+        if only_norms:
+            kept[r] = 1 / _largest_probs(x, largest, argmax[r], inverse[r])
+            continue
         weights = exp_weights(x, largest, inverse[r])
         sums = race_torch.float_chunk_sums(weights)
         kept[r] = sums.sum(1)
@@ -220,6 +224,16 @@ def _cutoff(x, weights, total, settings, request):
     return max(lowest, values[order[last]])
 
 
+def _largest_probs(x, largest, ids, inverse):
+    """The softmax of each row at its largest logit, fp32 array [R]: torch's own, which is faster than its steps."""
+    if (inverse != 1).any():
+        x = (x - _column(largest, x)) * _column(inverse, x)
+    probs, rows = x.softmax(-1), np.arange(len(ids))
+    if probs.device.type == "cpu":
+        return probs.numpy()[rows, ids]
+    return probs[rows, np.asarray(ids)].cpu().numpy()
+
+
 def _first_largest(x):
     """The largest of each row, NaN where a row holds one, and its lowest id: fp32 and int arrays [R]."""
     if x.device.type == "cpu":
@@ -262,7 +276,11 @@ def draw(logits, settings, noise, entropy=False):
 
     def visit(r, weights, sums):
         tokens[r] = race_torch.race(sums, weights, [x[r] for x in noise])
-        probs[r] = weights[every[: len(weights)], tokens[r]].cpu().numpy()
+        if weights.device.type == "cpu":
+            weights = weights.numpy()
+            probs[r] = weights[every[: len(weights)], tokens[r]]
+        else:
+            probs[r] = weights[every[: len(weights)], tokens[r]].cpu().numpy()
 
     stats = reduced(_plain_rows(logits), every, every, settings, entropy, visit)
     probs *= stats[:, NORM]
