@@ -28,3 +28,11 @@ def dense_verify(target_probs, draft_probs, draft_token_ids, delta):
     j = torch.arange(m + 1)
     token_ids = torch.nn.functional.pad(draft_token_ids, (0, 1), value=-1)
     return torch.where(j < num_accepted, token_ids, torch.where(j == num_accepted, drawn, -1))
+
+
+def transformers_verify(target_logits, draft_logits, draft_token_ids):
+    """transformers' sampled assisted generation, one request: logits [m + 1, V] and [m, V], ids [m]. Returns the tokens kept."""
+    from transformers.generation.utils import _speculative_sampling
+
+    m = len(draft_token_ids)
+    return _speculative_sampling(draft_token_ids[None], draft_logits[None], m, target_logits[None])

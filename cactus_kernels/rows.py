@@ -74,7 +74,7 @@ def sample(logits, *, seed, offset, sampling=None, entropy=False, out=None, scra
         entropy: whether the statistics hold it.
         out: a `SampleOutput` to write to; rows of `out.stats.packed` may have any stride, such as those of draft j in
             [B, m, 8].
-        scratch: `rows_triton.new_scratch(B, V, device)`, needed under a CUDA graph; None: kept by the launcher.
+        scratch: `rows_triton.new_scratch(B, V, device, entropy=entropy)`, needed under a CUDA graph; None: kept by the launcher.
         backend: as in `verify`.
 
     Raises:

@@ -153,7 +153,7 @@ def verify_from_logits(
             target has no bonus rows, [B, m, V] or flat [N, V].
         row_map: int32 or int64 [B]: draft rows (and `draft_stats`) are [slots, K, V], K >= m, those of request b in slot
             row_map[b], whatever the layout of the rest.
-        scratch: `verify_triton.new_scratch(B, device, logits_of=(m, V))`, needed under a CUDA graph; None: kept by the launcher.
+        scratch: `rows_triton.new_scratch(B, V, device, rows=2 * m + 1)`, needed under a CUDA graph; None: kept by the launcher.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `verify`; also both or neither of what excludes or needs each other.
