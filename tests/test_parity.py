@@ -17,7 +17,7 @@ race_triton = pytest.importorskip("cactus_kernels.race_triton")
 # numpy warns where the kernel computes with the bad values of a request that is invalid.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-CASES, CASES_A_TEST = 336, 21
+CASES, ALL_CASES, CASES_A_TEST = 336, 504, 21  # the rest of all cases is for the slow tier
 INTERPRETED = pytest.mark.skipif(not race_triton.INTERPRETED, reason="replaces parts of the kernel: interpreter only")
 
 
@@ -26,7 +26,13 @@ def assert_same(expected, got):
         assert torch.equal(getattr(expected, name).cpu(), getattr(got, name).cpu()), name
 
 
-@pytest.mark.parametrize("start", range(0, CASES, CASES_A_TEST))
+@pytest.mark.parametrize(
+    "start",
+    [
+        start if start < CASES else pytest.param(start, marks=pytest.mark.slow)
+        for start in range(0, ALL_CASES, CASES_A_TEST)
+    ],
+)
 def test_fuzzed_cases_are_the_same_in_every_bit(start, device):
     for seed in range(start, start + CASES_A_TEST):
         difference = check.parity(check.fuzz_case(seed), ("torch", "cpu"), ("triton", str(device)))
