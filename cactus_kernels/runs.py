@@ -265,6 +265,7 @@ def run_speculative(pair: Pair, ids: torch.Tensor, settings: Settings, write=Non
         return speculative_generate(
             pair.model,
             ids,
+            attention_mask=torch.ones_like(ids),  # a template may hold the padding id
             assistant_model=pair.assistant_model,
             rule=settings.rule,
             num_assistant_tokens=settings.num_assistant_tokens,
