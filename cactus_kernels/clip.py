@@ -39,14 +39,14 @@ def compute(rule, target, draft, drafted, where, strengths):
         request, position = np.array([r]), np.array([j])
         q = target.whole(request, position)
         bad = target.bad_whole(q)[0]
-        q = q[0].cpu().numpy()
+        q = q[0].numpy()
         p = np.zeros(max(V, V if draft is None else draft.vocab_size), dtype=np.float32)
         if draft is None:
             p[drafted[r, j] : drafted[r, j] + 1] = 1
         else:
             row = draft.whole(request, position)
             bad |= draft.bad_whole(row)[0]
-            p[: row.shape[1]] = row[0].cpu().numpy()
+            p[: row.shape[1]] = row[0].numpy()
         s = np.float32(strength if isinstance(strength, float) else strength[r])
         if bad or not 0 <= s < np.inf:
             b[r, j] = c[r, j] = np.nan

@@ -21,13 +21,13 @@ def num_chunks(vocab_size: int) -> int:
 
 
 def chunk_sums(weights):
-    """S in units of 2^-52: fp32 tensor [R, V] >= 0 -> int64 array [R, ceil(V / 1024)]."""
+    """S in units of 2^-52: fp32 tensor [R, V] >= 0, on the host -> int64 array [R, ceil(V / 1024)]."""
     rows, vocab_size = weights.shape
     chunks = num_chunks(vocab_size)
-    fixed = weights.new_empty((rows, chunks * CHUNK), dtype=torch.int64)
+    fixed = torch.empty((rows, chunks * CHUNK), dtype=torch.int64)
     fixed[:, vocab_size:] = 0
     fixed[:, :vocab_size].copy_(weights * ONE)
-    return fixed.view(rows, chunks, CHUNK).sum(-1).cpu().numpy()
+    return fixed.view(rows, chunks, CHUNK).sum(-1).numpy()
 
 
 def float_chunk_sums(weights):
@@ -36,9 +36,9 @@ def float_chunk_sums(weights):
     whole = vocab_size // CHUNK
     sums = np.empty((rows, num_chunks(vocab_size)), dtype=np.float32)
     if whole:
-        sums[:, :whole] = weights[:, : whole * CHUNK].view(rows, whole, CHUNK).sum(-1).cpu().numpy()
+        sums[:, :whole] = weights[:, : whole * CHUNK].view(rows, whole, CHUNK).sum(-1).numpy()
     if whole * CHUNK < vocab_size:
-        sums[:, whole] = weights[:, whole * CHUNK :].sum(-1).cpu().numpy()
+        sums[:, whole] = weights[:, whole * CHUNK :].sum(-1).numpy()
     return sums
 
 
@@ -66,6 +66,6 @@ def race(sums, weights, exponentials):
     chunks = (sums.astype(np.float32) / chunk_noise).argmax(1)
     tokens = np.empty(len(chunks), dtype=np.int64)
     for r, first in enumerate(chunks * CHUNK):
-        chunk = weights[r, first : first + CHUNK].cpu().numpy()
+        chunk = weights[r, first : first + CHUNK].numpy()
         tokens[r] = first + (chunk / token_noise[r, : len(chunk)]).argmax()
     return tokens

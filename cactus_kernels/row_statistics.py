@@ -38,7 +38,7 @@ def compute(names, target, drafted):
         q = target.whole(r, j)
         bad = target.bad_whole(q)
         for values, name in zip(out, names, strict=True):
-            values[r, j] = np.where(bad, np.float32(np.nan), of_rows(name, q).cpu().numpy())
+            values[r, j] = np.where(bad, np.float32(np.nan), of_rows(name, q).numpy())
     return tuple(out)
 
 
@@ -53,12 +53,12 @@ def of_rows(statistic, q):
     name, k = statistic
     if name != "k-th largest":
         raise ValueError(f"unknown statistic {statistic!r}")
-    return q.topk(k)[0][:, -1].clamp(0, 1) if k <= q.shape[1] else torch.zeros(len(q), device=q.device)
+    return q.topk(k)[0][:, -1].clamp(0, 1) if k <= q.shape[1] else torch.zeros(len(q))
 
 
 def entropy(q):
     """fp32 [R], nats."""
-    q = q.cpu().numpy()
+    q = q.numpy()
     if q.shape[1] <= BLOCK:
         sums = _terms(np.where(q > 0, q, np.float32(1))).sum(1)
     else:

@@ -1,6 +1,6 @@
-"""Rows of probabilities or logits in torch: statistics, truncation, drawing. The reference for `rows_triton`, fast on a CPU.
+"""Rows of probabilities or logits on the host: statistics, truncation, drawing. The reference for `rows_triton`, fast on a CPU.
 
-What has V entries is torch on the rows' device, a few rows at a time; what has one entry a row is numpy on the host.
+A few rows at a time come to the host, as fp32 tensors; torch and numpy share their memory, and each does what it does faster.
 """
 
 import numpy as np
@@ -23,11 +23,11 @@ class ProbRows:
         self.rows, self.index, self.vocab_size = rows, index, rows.shape[-1]
 
     def whole(self, request, position):
-        """fp32 [R, V], not to be written to; request and position int64 [R]."""
+        """fp32 [R, V] on the host, not to be written to; request and position int64 [R]."""
         index = self.index(request, position)
         if len(request) == 1:  # a view
-            return self.rows[tuple(int(i[0]) for i in index)][None].float()
-        return self.rows[self._tensors(index)].float()
+            return self.rows[tuple(int(i[0]) for i in index)][None].float().cpu()
+        return self.rows[self._tensors(index)].float().cpu()
 
     def at(self, request, position, token):
         """fp32 array, 0 where the token is not in this vocabulary; int64 arguments that broadcast."""
@@ -46,7 +46,7 @@ class ProbRows:
 
     def bad_whole(self, probs):
         """Which whole rows are bad: bool array [R]."""
-        return ~((probs.amin(1) >= 0) & (probs.amax(1) <= MAX_PROB)).cpu().numpy()
+        return ~((probs.amin(1) >= 0) & (probs.amax(1) <= MAX_PROB)).numpy()
 
     def _tensors(self, index):
         return tuple(torch.from_numpy(np.ascontiguousarray(i)).to(self.rows.device) for i in index)
@@ -65,7 +65,7 @@ class LogitRows(ProbRows):
         logits = super().whole(request, position)
         weights = exp_weights(logits, stats[:, MAX], stats[:, INVERSE_TEMPERATURE])
         keep(weights, logits, stats)
-        return weights.mul_(_column(stats[:, NORM], weights))
+        return weights.mul_(_column(stats[:, NORM]))
 
     def at(self, request, position, token):
         stats = self.stats[self.stats_index(request, position)]
@@ -92,23 +92,18 @@ def bad_prob(x):
 
 def exp_weights(logits, largest, inverse_temperature):
     """exp((logits - largest) / T), a new fp32 tensor [R, V]; largest and inverse_temperature fp32 arrays [R]."""
-    weights = logits - _column(largest, logits)
+    weights = logits - _column(largest)
     if (inverse_temperature != 1).any():
-        weights *= _column(inverse_temperature, logits)
-    if weights.device.type == "cpu":  # twice as fast as torch's
-        np.exp(weights.numpy(), out=weights.numpy())
-        return weights
-    return weights.exp_()
+        weights *= _column(inverse_temperature)
+    np.exp(weights.numpy(), out=weights.numpy())  # twice as fast as torch's
+    return weights
 
 
 def keep(weights, logits, stats):
     """Set to 0, in place, the weights of what truncation drops; all but the arg max of greedy rows."""
     if (stats[:, CUTOFF] > -np.inf).any():
-        kept = logits >= _column(stats[:, CUTOFF], logits)
-        if weights.device.type == "cpu":  # a quarter of torch's time
-            np.multiply(weights.numpy(), kept.numpy(), out=weights.numpy())
-        else:
-            weights *= kept
+        kept = logits.numpy() >= stats[:, CUTOFF, None]
+        np.multiply(weights.numpy(), kept, out=weights.numpy())  # a quarter of torch's time
     for r in np.flatnonzero(stats[:, INVERSE_TEMPERATURE] == 0):
         weights[r] = 0
         weights[r, int(stats.view(np.int32)[r, ARGMAX])] = 1
@@ -172,7 +167,7 @@ def reduced(rows, request, position, settings, entropy=False, visit=None):
             with np.errstate(divide="ignore", invalid="ignore"):  # bad rows
                 stats[r, KEPT] = np.where(inverse[r] == 0, 1, kept[r] / total)
         if entropy:
-            mean_log[r] = torch.special.xlogy(weights, weights).sum(1, dtype=torch.float64).cpu().numpy()
+            mean_log[r] = torch.special.xlogy(weights, weights).sum(1, dtype=torch.float64).numpy()
         if visit:
             visit(r, weights, sums)
     bad = settings.is_bad[request] | ~(np.abs(stats[:, MAX]) < np.inf)  # NaN comes through the maximum
@@ -192,7 +187,7 @@ def inverse_temperature(temperature):
 
 def _cutoff(x, weights, total, settings, request):
     """The lowest logit that a request keeps of a row. x, weights: fp32 [V]; total: the sum of the weights."""
-    x, weights = x.cpu().numpy(), weights.cpu().numpy()
+    x, weights = x.numpy(), weights.numpy()
     largest = x.max()
     if settings.inverse[request] == 0 or settings.is_bad[request] or not abs(largest) < np.inf:
         return largest
@@ -227,28 +222,20 @@ def _cutoff(x, weights, total, settings, request):
 def _largest_probs(x, largest, ids, inverse):
     """The softmax of each row at its largest logit, fp32 array [R]: torch's own, which is faster than its steps."""
     if (inverse != 1).any():
-        x = (x - _column(largest, x)) * _column(inverse, x)
-    probs, rows = x.softmax(-1), np.arange(len(ids))
-    if probs.device.type == "cpu":
-        return probs.numpy()[rows, ids]
-    return probs[rows, np.asarray(ids)].cpu().numpy()
+        x = (x - _column(largest)) * _column(inverse)
+    return x.softmax(-1).numpy()[np.arange(len(ids)), ids]
 
 
 def _first_largest(x):
     """The largest of each row, NaN where a row holds one, and its lowest id: fp32 and int arrays [R]."""
-    if x.device.type == "cpu":
-        x = x.numpy()
-        ids = x.argmax(1)
-        return x[np.arange(len(x)), ids], ids
-    largest = x.amax(1)
-    return largest.cpu().numpy(), (x == largest[:, None]).int().argmax(1).cpu().numpy()
+    x = x.numpy()
+    ids = x.argmax(1)
+    return x[np.arange(len(x)), ids], ids
 
 
-def _column(values, like):
+def _column(values):
     """A number a row as a tensor [R, 1] beside rows; a plain number where there is one row, which costs less."""
-    if len(values) == 1:
-        return float(values[0])
-    return torch.from_numpy(np.ascontiguousarray(values))[:, None].to(like.device)
+    return float(values[0]) if len(values) == 1 else torch.from_numpy(np.ascontiguousarray(values))[:, None]
 
 
 def row_stats(inputs, out, scratch=None):
@@ -276,11 +263,7 @@ def draw(logits, settings, noise, entropy=False):
 
     def visit(r, weights, sums):
         tokens[r] = race_torch.race(sums, weights, [x[r] for x in noise])
-        if weights.device.type == "cpu":
-            weights = weights.numpy()
-            probs[r] = weights[every[: len(weights)], tokens[r]]
-        else:
-            probs[r] = weights[every[: len(weights)], tokens[r]].cpu().numpy()
+        probs[r] = weights.numpy()[every[: len(weights)], tokens[r]]
 
     stats = reduced(_plain_rows(logits), every, every, settings, entropy, visit)
     probs *= stats[:, NORM]

@@ -1,7 +1,7 @@
 """Verification in torch: the reference for the kernel, and the fast path on a CPU.
 
-It reads one row pair of each request in full, whatever the number of drafted tokens. What has V entries is torch on the
-rows' device; what has m is numpy on the host. On a GPU it waits for the device.
+It reads one row pair of each request in full, whatever the number of drafted tokens. All is done on the host, to which entries
+and rows of a GPU are copied: there it waits for the device.
 """
 
 import functools
@@ -29,9 +29,9 @@ def verify(inputs, out, scratch=None):
     if inputs.rule.solved is not None:
         stat = clip.compute(inputs.rule, target, draft, n, (n >= 0) & (inputs.rule.solved == "drafted"), strengths)
 
-    body, in_numpy = inputs.rule.h, _numpy_body(inputs.rule.h)
+    body = recovery = _numpy_body(inputs.rule.h)
     if inputs.budget is not None:
-        body, in_numpy = rules.within(body), _numpy_body(rules.within(in_numpy))
+        recovery = _numpy_body(rules.within(body))
         bad_request |= ~(inputs.budget.cpu().numpy() >= 0)
 
     # 1. q_n and p_n of the drafted tokens: [B, m + 1], the last column being the end of every draft.
@@ -51,7 +51,7 @@ def verify(inputs, out, scratch=None):
     row = philox.counter_row(offset[:, None], j)
     u = philox.uniform(*philox.philox(seed[:, None], 0, philox.ACCEPT, *row))
     with np.errstate(all="ignore"):  # bad values
-        h_n = _numpy_body(inputs.rule.h)(q_n, q_n, p_n, True, stat, *(_of(s, slice(None)) for s in strengths))
+        h_n = body(q_n, q_n, p_n, True, stat, *(_of(s, slice(None)) for s in strengths))
         if inputs.budget is not None:
             spends, left, cap = _within(inputs.budget, h_n, q_n, p_n, n)
             h_n, stat = np.minimum(h_n, q_n * cap), (*(stat or ()), cap)
@@ -72,7 +72,7 @@ def verify(inputs, out, scratch=None):
         """Draw for requests r, whose token comes from weights of one kind; for those without a residual, from the rest."""
         of_r = stat and tuple(s[r, stop[r]] for s in stat)
         weights, fine = _weights(
-            kind, target, draft, r, stop[r], (n[r], q_n[r], p_n[r]), inputs.rule, (body, in_numpy), of_r, strengths
+            kind, target, draft, r, stop[r], (n[r], q_n[r], p_n[r]), inputs.rule, recovery, of_r, strengths
         )
         sums = chunk_sums(weights)
         some = (sums != 0).any(1)
@@ -100,11 +100,8 @@ def verify(inputs, out, scratch=None):
         to.copy_(torch.from_numpy(values))
 
 
-def _weights(kind, target, draft, request, position, drafted, rule, bodies, stat, strengths):
-    """The weights of requests, fp32 [R, V], 0 at the drafted token (n, its q and p); and which rows are not bad [R].
-
-    bodies: h over torch and over numpy.
-    """
+def _weights(kind, target, draft, request, position, drafted, rule, body, stat, strengths):
+    """The weights of requests, fp32 [R, V], 0 at the drafted token (n, its q and p); and which rows are not bad [R]."""
     n, q_n, p_n = drafted
     q = target.whole(request, position)
     bad = target.bad_whole(q)
@@ -117,16 +114,9 @@ def _weights(kind, target, draft, request, position, drafted, rule, bodies, stat
         if p.shape[1] < V:
             p = torch.nn.functional.pad(p, (0, V - p.shape[1]))
     strengths = [_of(s, request) for s in strengths]
-    if q.device.type == "cpu":  # numpy's operations, where the small ones cost a third of torch's
-        stat = stat and tuple(s.reshape(-1, 1) for s in stat)
-        w = bodies[1](q.numpy(), q_n[:, None], p_n[:, None], False, stat, *strengths)
-        w = w.copy() if p is None else np.maximum(w - p.numpy(), np.float32(0))
-        w = torch.from_numpy(w)
-    else:
-        column = functools.partial(_column, device=q.device)
-        stat = stat and tuple(map(column, stat))
-        w = bodies[0](q, column(q_n), column(p_n), False, stat, *map(column, strengths))
-        w = w.clone() if p is None else (w - p).clamp_(min=0)
+    stat = stat and tuple(s[:, None] for s in stat)
+    w = body(q.numpy(), q_n[:, None], p_n[:, None], False, stat, *strengths)
+    w = torch.from_numpy(w.copy() if p is None else np.maximum(w - p.numpy(), np.float32(0)))
     inside = np.flatnonzero(n < V)
     w[inside, n[inside]] = 0
     return w, ~bad
@@ -158,11 +148,6 @@ def _groups(requests, size):
 def _of(strength, requests):
     """A strength of some requests: the number, or an array [R, 1]."""
     return strength[requests, None] if isinstance(strength, np.ndarray) else strength
-
-
-def _column(x, device):
-    """Numbers of requests beside rows: a tensor [R, 1]; a plain number stays one."""
-    return torch.from_numpy(x.reshape(-1, 1)).to(device) if isinstance(x, np.ndarray) else x
 
 
 def _host(x, dtype=np.int64):
