@@ -85,7 +85,9 @@ def sample(logits, *, seed, offset, sampling=None, entropy=False, out=None, scra
     check_rows("logits", logits, 2)
     check_stream("seed", seed, len(logits))
     check_stream("offset", offset, len(logits))
-    return _run(RowInputs(logits, sampling or Sampling(), entropy, seed, offset), out, scratch, backend)
+    return _run(
+        RowInputs(logits, Sampling() if sampling is None else sampling, entropy, seed, offset), out, scratch, backend
+    )
 
 
 @torch.no_grad()
@@ -95,7 +97,7 @@ def row_stats(logits, *, sampling=None, entropy=False, out=None, scratch=None, b
         raise TypeError(f"out must be a RowStats, got {type(out).__name__}")
     check_rows("logits", logits, 2)
     out = SampleOutput(None, None, out) if out is not None else None
-    return _run(RowInputs(logits, sampling or Sampling(), entropy), out, scratch, backend).stats
+    return _run(RowInputs(logits, Sampling() if sampling is None else sampling, entropy), out, scratch, backend).stats
 
 
 class DraftSampler:

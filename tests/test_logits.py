@@ -438,3 +438,77 @@ def test_results_do_not_depend_on_how_rows_are_split():
             outs.append((ids, probs, out.stats.packed))
         for other in outs[1:]:
             assert all(torch.equal(a, b) for a, b in zip(outs[0], other, strict=True))
+
+
+# -- what is refused, before any work
+
+LOGITS, DRAFT, IDS = torch.zeros(2, 4, 9), torch.zeros(2, 3, 9), torch.zeros(2, 3, dtype=torch.int64)
+STATS = row_stats(DRAFT.flatten(0, 1)).packed.view(2, 3, 8)
+REFUSED = {
+    "an empty dict": ({"sampling": {}}, TypeError, "sampling must be a Sampling, got dict"),
+    "draft sampling": ({"draft_sampling": 0.7}, TypeError, "draft_sampling must be a Sampling, got float"),
+    "lengths": ({"sampling": Sampling(torch.ones(3))}, ValueError, "settings for 3 requests in a batch of 2"),
+    "stats of others": ({"draft_stats": RowStats(STATS[:, :2])}, ValueError, "must be those of draft_logits"),
+    "a tensor of stats": ({"draft_stats": STATS}, TypeError, "draft_stats must be a RowStats, got Tensor"),
+    "stats and sampling": (
+        {"draft_stats": RowStats(STATS), "draft_sampling": Sampling()}, ValueError, "leave draft_sampling out"
+    ),
+    "probs and logits": ({"draft_probs": DRAFT}, ValueError, "draft_probs and draft_logits are both given"),
+    "map without rows": ({"draft_logits": None, "row_map": IDS[:, 0]}, ValueError, "belong to draft rows"),
+    "map of floats": ({"row_map": torch.zeros(2)}, TypeError, "row_map must be int32 or int64"),
+    "map of others": ({"row_map": IDS[0]}, ValueError, r"row_map must have shape \(2,\)"),
+    "slots too short": (
+        {"draft_logits": DRAFT[:, :2], "row_map": IDS[:, 0]}, ValueError, r"\[slots, at least 3, V\] beside row_map"
+    ),
+    "bonus and its rows": ({"bonus_token_ids": IDS[:, 0]}, ValueError, r"target_logits must have shape \[2, 3, V\]"),
+    "bonus of two dimensions": (
+        {"target_logits": LOGITS[:, :3], "bonus_token_ids": IDS[:, :1]}, ValueError, "bonus_token_ids must have 1 dim"
+    ),
+    "float64": ({"target_logits": LOGITS.double()}, TypeError, "target_logits must be float32 .*, got float64: cast"),
+    "a list": ({"target_logits": LOGITS.tolist()}, TypeError, "target_logits must be a tensor, got list"),
+    "columns": ({"target_logits": LOGITS.mT.contiguous().mT}, ValueError, "contiguous in its last dimension"),
+    "elsewhere": ({"draft_logits": DRAFT.to("meta")}, ValueError, "all tensors must be on the target's device"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("given", "error", "says"), REFUSED.values(), ids=REFUSED)
+def test_verification_from_logits_refuses(given, error, says, backend):
+    arguments = {"target_logits": LOGITS, "draft_logits": DRAFT, "draft_token_ids": IDS, "rule": "sps"} | given
+    with pytest.raises(error, match=says):
+        verify_from_logits(**arguments, seed=0, offset=0, backend=backend)
+
+
+@pytest.mark.parametrize("sampling", [{}, 0, "", 0.7], ids=repr)
+def test_drawing_refuses_what_is_no_sampling(sampling):
+    """Also what is false, which must not be taken for the default."""
+    for call in (
+        lambda s: sample(LOGITS[:, 0], seed=0, offset=0, sampling=s),
+        lambda s: row_stats(LOGITS[:, 0], sampling=s),
+    ):
+        with pytest.raises(TypeError, match="sampling must be a Sampling"):
+            call(sampling)
+
+
+SETTINGS_REFUSED = {
+    "temperature": [(-1, ValueError), (np.nan, ValueError), (np.inf, ValueError), ("1", TypeError), (True, TypeError)],
+    "top_k": [(-1, ValueError), (2**31, ValueError), (1.5, TypeError), (torch.ones(2), TypeError)],
+    "top_p": [(1.1, ValueError), (-0.1, ValueError), (None, TypeError), (torch.ones(2, dtype=torch.int64), TypeError)],
+    "min_p": [(2, ValueError), (torch.ones(2, 2), ValueError)],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"), [(name, *case) for name, cases in SETTINGS_REFUSED.items() for case in cases], ids=str
+)
+def test_settings_refused(name, value, error):
+    with pytest.raises(error, match=name):
+        Sampling(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "packed", [[1.0], torch.zeros(2, 7), torch.zeros(2, 8, dtype=torch.int32), torch.zeros(8, 2).T]
+)
+def test_statistics_refused(packed):
+    with pytest.raises((TypeError, ValueError), match="packed must be"):
+        RowStats(packed)
