@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from . import clip, rules
-from .row_statistics_triton import _drafted_row, _is_bad
-from .rows_triton import dense, row_strides
+from .row_statistics_triton import drafted_row
+from .rows_triton import dense, input_strides, is_bad
 from .rules import elementary
 
 ONE = tl.constexpr(clip.ONE)
@@ -134,7 +134,7 @@ def clip_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     request, j = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    drafted, q_row, index, row = _drafted_row(target, cu_draft_tokens, strides, N, m)
+    drafted, q_row, index, row = drafted_row(target, cu_draft_tokens, strides, N, m)
     if at is not None:
         drafted &= tl.load(at + request) == j
     n = tl.load(draft_token_ids + request * strides[4] + row * strides[5], mask=drafted, other=-1).to(tl.int64)
@@ -151,9 +151,9 @@ def clip_kernel(
     bad = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, end, BLOCK):
         q, p = _pair(q_row, p_row, n, start, V, V_draft, BLOCK)
-        bad |= (_is_bad(q) | _is_bad(p)).to(tl.int32)
-    is_bad = tl.max(bad, 0) > 0
-    end = tl.where(is_bad, 0, end)
+        bad |= (is_bad(q) | is_bad(p)).to(tl.int32)
+    is_bad_row = tl.max(bad, 0) > 0
+    end = tl.where(is_bad_row, 0, end)
     strength = strength + tl.sum(bad, 0) * 0.0
     if FORM == "cap":
         b, c = _at_cap(q_row, p_row, n, end, V, V_draft, strength, BLOCK), strength
@@ -162,22 +162,19 @@ def clip_kernel(
         c = b * strength
     else:
         b, c = _at_kl(q_row, p_row, n, end, V, V_draft, strength, BLOCK)
-    tl.store(out + index, tl.where(is_bad, float("nan"), b), mask=drafted)
-    tl.store(out + num_rows + index, tl.where(is_bad, float("nan"), c), mask=drafted)
+    tl.store(out + index, tl.where(is_bad_row, float("nan"), b), mask=drafted)
+    tl.store(out + num_rows + index, tl.where(is_bad_row, float("nan"), c), mask=drafted)
 
 
 def compute(inputs, at=None):
     """fp32 [2, R]: b and c at the R rows of the target, 1 where not asked for. at: int32 [B], as in `clip_kernel`."""
-    target, draft, ids, flat = inputs.target, inputs.draft, inputs.draft_token_ids, inputs.cu_draft_tokens is not None
+    target, ids = inputs.target, inputs.draft_token_ids
     out = torch.ones((2, math.prod(target.shape[:-1])), device=target.device)
-    strides = (target.stride(0), target.stride(0) if flat else target.stride(1))
-    strides += (0, 0) if draft is None else row_strides(draft, flat)
-    strides += (0, ids.stride(0)) if flat else ids.stride()
     (strength,) = map(dense, inputs.rule.strengths)
     if inputs.max_draft_tokens:
         with torch.cuda.device_of(target):
             clip_kernel[inputs.batch_size, inputs.max_draft_tokens](
-                out, strength, at, target, draft, ids, dense(inputs.cu_draft_tokens), strides,
+                out, strength, at, target, inputs.draft, ids, dense(inputs.cu_draft_tokens), input_strides(inputs),
                 out.shape[1], ids.numel(), inputs.max_draft_tokens, inputs.vocab_size, inputs.draft_vocab_size,
                 FORM=inputs.rule.form, PER_REQUEST=isinstance(strength, torch.Tensor), BLOCK=BLOCK, num_warps=8,
                 enable_fp_fusion=False,

@@ -3,9 +3,8 @@
 import torch
 
 from . import philox
-from .rows import RowInputs, _inputs, _run
+from .rows import draw, sample
 from .sampling import Sampling
-from .verify import run
 
 
 def verify(inputs, out, scratch, backend):
@@ -39,7 +38,7 @@ def verify(inputs, out, scratch, backend):
     # 2. A draw in every row, with the words of its position.
     seed = inputs.seed
     if isinstance(seed, int):
-        seed = torch.from_numpy(philox.streams(seed, 0, B)[0]).to(device)
+        seed = philox.request_seeds(seed, B, device)
     offset = inputs.offset if isinstance(inputs.offset, int) else inputs.offset[of_row]
     drawn = _draw(rows, seed[of_row], offset + position, inputs.sampling, of_row, scratch, backend)[index]
 
@@ -55,7 +54,8 @@ def verify(inputs, out, scratch, backend):
 
 def _draw(rows, seed, offset, sampling, of_row, scratch, backend):
     """A token of each row, int64 [R], -1 where it is bad: what `draw` and `sample` give."""
+    stream = {"seed": seed, "offset": offset, "scratch": scratch, "backend": backend}
     if sampling is None:
-        return run(_inputs(rows, seed, offset), None, scratch, backend).token_ids[:, 0]
+        return draw(rows, **stream).token_ids[:, 0]
     settings = (s[of_row] if isinstance(s, torch.Tensor) else s for s in sampling.settings())
-    return _run(RowInputs(rows, Sampling(*settings), False, seed, offset), None, scratch, backend).token_ids
+    return sample(rows, sampling=Sampling(*settings), **stream).token_ids

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from . import row_statistics, rows_torch, rules
-from .rows_triton import dense, span_of
+from . import row_statistics, rules
+from .rows_triton import dense, input_strides, is_bad, span_of
 from .rules import elementary
 
 ONE = tl.constexpr(row_statistics.ONE)
@@ -15,16 +15,8 @@ BLOCK = 2048
 _log = rules.bind(elementary.log, tl, triton.jit)
 
 
-MAX_PROB = tl.constexpr(rows_torch.MAX_PROB)
-
-
 @triton.jit
-def _is_bad(x):
-    return ((x >= 0.0) & (x <= MAX_PROB)) == 0
-
-
-@triton.jit
-def _drafted_row(target, cu_draft_tokens, strides, N, m):
+def drafted_row(target, cu_draft_tokens, strides, N, m):
     """The target row of this program's position: (drafted, pointer, its number among all, its number by the strides)."""
     request, j = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, length, _ = span_of(request, cu_draft_tokens, N, m)
@@ -43,12 +35,12 @@ def entropy_kernel(
     scale,  # of the entropy
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    drafted, row, index, _ = _drafted_row(target, cu_draft_tokens, strides, N, m)
+    drafted, row, index, _ = drafted_row(target, cu_draft_tokens, strides, N, m)
     sums, top, bad = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.int32)
     for start in range(0, tl.where(drafted, V, 0), BLOCK):
         token = start + tl.arange(0, BLOCK)
         q = tl.load(row + token, mask=token < V, other=0.0).to(tl.float32)
-        bad |= _is_bad(q).to(tl.int32)
+        bad |= is_bad(q).to(tl.int32)
         top = tl.maximum(top, q)
         x = tl.where(q > 0.0, q, 1.0)
         sums += (x * _log(x) * ONE).to(tl.int64)
@@ -68,7 +60,7 @@ def kth_largest_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     # Bits of numbers >= 0 are in the order of the numbers: digits of 8 bits, the highest first.
-    drafted, row, index, _ = _drafted_row(target, cu_draft_tokens, strides, N, m)
+    drafted, row, index, _ = drafted_row(target, cu_draft_tokens, strides, N, m)
     end = tl.where(drafted, V, 0)
     bad = tl.zeros((BLOCK,), tl.int32)
     digit = tl.arange(0, 512)
@@ -79,7 +71,7 @@ def kth_largest_kernel(
         for start in range(0, end, BLOCK):
             token = start + tl.arange(0, BLOCK)
             q = tl.load(row + token, mask=token < V, other=0.0).to(tl.float32)
-            bad |= _is_bad(q).to(tl.int32)
+            bad |= is_bad(q).to(tl.int32)
             bits = tl.where(q > 0.0, q, 0.0).to(tl.int32, bitcast=True) >> shift
             counts += tl.histogram(tl.where((bits >> 8) == prefix, bits & 255, 511), 512)
         counts = tl.where(digit < 256, counts, 0)
@@ -95,11 +87,10 @@ def compute(inputs):
     """fp32 [S, R], those that the rule of `inputs` names, of the R rows of the target; None without names."""
     if not inputs.rule.statistics:
         return None
-    target, flat, names = inputs.target, inputs.cu_draft_tokens is not None, inputs.rule.statistics
+    target, names = inputs.target, inputs.rule.statistics
     out = torch.full((len(names), math.prod(target.shape[:-1])), float("nan"), device=target.device)
-    strides = (target.stride(0), target.stride(0) if flat else target.stride(1))
     N, m, V = inputs.draft_token_ids.numel(), inputs.max_draft_tokens, inputs.vocab_size
-    rows = (target, dense(inputs.cu_draft_tokens), strides, N, m, V)
+    rows = (target, dense(inputs.cu_draft_tokens), input_strides(inputs)[:2], N, m, V)
     given = dict(zip(names, out, strict=True))
     options = {"BLOCK": BLOCK, "num_warps": 8, "enable_fp_fusion": False}
     with torch.cuda.device_of(target):

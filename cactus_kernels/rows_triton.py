@@ -1,8 +1,8 @@
 """Rows of logits in Triton: statistics and a draw in one launch; with top-k or top-p a second one cuts the rows.
 
-`stats_kernel`, grid (request, row of the request, split of the vocabulary), reduces every chunk of 1,024 logits to its largest
-and its sum of exponentials, whatever the split is; the last block to arrive at a row puts these together. `cut_kernel`, one
-block a truncated row, searches the cut-off and sums what is kept. Neither has a temporary of the size of a row.
+The first launch of `rows_kernel`, grid (request, row of the request, split of the vocabulary), reduces every chunk of 1,024
+logits to its largest and its sum of exponentials, whatever the split is; the last block to arrive at a row puts these together.
+The second, one block a truncated row, searches the cut-off and sums what is kept. Neither has a temporary of the size of a row.
 """
 
 import functools
@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from . import philox, race_torch, sampling
+from . import philox, race_torch, rows_torch, sampling
 from .race_triton import CHUNK, INTERPRETED, LOWEST, ONE, race, row_at, stream_of
 
 MAX, NORM, CUTOFF, INVERSE_TEMPERATURE, ARGMAX, KEPT, ENTROPY = (
@@ -24,10 +24,16 @@ MAX, NORM, CUTOFF, INVERSE_TEMPERATURE, ARGMAX, KEPT, ENTROPY = (
 )  # fmt: skip
 COLUMNS = tl.constexpr(sampling.COLUMNS)
 DRAFT_CHUNK, DRAFT_TOKEN = tl.constexpr(philox.DRAFT_CHUNK), tl.constexpr(philox.DRAFT_TOKEN)
-LARGEST = tl.constexpr(3.4028234663852886e38)
+LARGEST, MAX_PROB = tl.constexpr(rows_torch.LARGEST), tl.constexpr(rows_torch.MAX_PROB)
 # Masses of rows in fixed point: sums of up to 2^20 weights of at most 1 fit in 63 bits. Integer sums have no order.
 UNIT = tl.constexpr(2.0**42)
-TILE = tl.constexpr(4096)  # tokens that `cut_kernel` looks at at once
+TILE = tl.constexpr(4096)  # tokens that a cut looks at at once
+
+
+@triton.jit
+def is_bad(x):
+    """Where a probability is bad, as `rows_torch.bad_prob`."""
+    return ((x >= 0.0) & (x <= MAX_PROB)) == 0
 
 
 @triton.jit
@@ -50,6 +56,11 @@ def prob(x, token, stats):
 
 
 @triton.jit
+def _inverse_of(x):
+    return tl.div_rn(tl.full((), 1.0, tl.float32), x)
+
+
+@triton.jit
 def _setting(settings, K: tl.constexpr, request, PER_REQUEST: tl.constexpr):
     s = settings[K]
     if (PER_REQUEST >> K) & 1:
@@ -67,7 +78,7 @@ def _settings(settings, request, PER_REQUEST: tl.constexpr):
     bad = ((temperature >= 0.0) & (temperature < float("inf")) & (top_k >= 0)) == 0
     bad = bad | (((top_p >= 0.0) & (top_p <= 1.0) & (min_p >= 0.0) & (min_p <= 1.0)) == 0)
     divisor = tl.where(bad | (temperature == 0.0), 1.0, temperature)
-    inverse = tl.minimum(tl.div_rn(tl.full((), 1.0, tl.float32), divisor), LARGEST)
+    inverse = tl.minimum(_inverse_of(divisor), LARGEST)
     return temperature, top_k, top_p, min_p, tl.where(temperature == 0.0, 0.0, inverse), bad
 
 
@@ -105,11 +116,6 @@ def _chunks(
 def _fixed_sum(x):
     """The sum of a block, in fixed point whatever its order: fp32."""
     return tl.sum((x * UNIT).to(tl.int64), 0).to(tl.float32) * (1.0 / UNIT)
-
-
-@triton.jit
-def _inverse_of(x):
-    return tl.div_rn(tl.full((), 1.0, tl.float32), x)
 
 
 @triton.jit
@@ -489,16 +495,27 @@ def with_scratch(scratch, device, needs, run):
         if not _fits(scratch, needs):
             raise ValueError(f"scratch is too small: make it with rows_triton.new_scratch and at least {needs}")
         return run(scratch)
+    with_own(
+        _scratch, device, lambda own: _fits(own, needs), lambda: new_scratch(**needs, device=device), run,
+        "rows_triton.new_scratch(...)",
+    )  # fmt: skip
+
+
+def with_own(kept, device, fits, make, run, how):
+    """Call `run(scratch)` with what is kept for a device and its stream, or with new scratch; not kept if it raises.
+
+    kept: dict by device and stream. fits: whether what is there will do. how: what a caller makes it with.
+    """
     owner = device, None
     if device.type != "cpu":
         if torch.cuda.is_current_stream_capturing():
-            raise ValueError("a CUDA graph needs scratch of its own: pass scratch=rows_triton.new_scratch(...)")
+            raise ValueError(f"a CUDA graph needs scratch of its own: pass scratch={how}")
         owner = device, torch.cuda.current_stream(device).cuda_stream
-    scratch = _scratch.pop(owner, None)
-    if scratch is None or not _fits(scratch, needs):
-        scratch = new_scratch(**needs, device=device)
+    scratch = kept.pop(owner, None)
+    if scratch is None or not fits(scratch):
+        scratch = make()
     run(scratch)
-    _scratch[owner] = scratch  # not if the launch raised: its words may be left anyhow
+    kept[owner] = scratch  # after a launch that raised its words may be left anyhow
 
 
 def _fits(scratch, needs):
@@ -575,6 +592,16 @@ def packed_settings(sampling):
 def row_strides(rows, flat):
     """(request, row) strides in elements: flat rows of a request follow those of the one before it."""
     return (0, rows.stride(0)) if flat else rows.stride()[:2]
+
+
+def input_strides(inputs):
+    """In elements, (request, row or column) of target, draft and draft_token_ids of `Inputs`."""
+    flat, target, ids = inputs.cu_draft_tokens is not None, inputs.target, inputs.draft_token_ids
+    # Flat rows of a request start at cu_draft_tokens[request], in the target one further for each bonus row before it.
+    flat_target = flat and inputs.bonus_token_ids is not None
+    strides = (0 if flat_target else target.stride(0), target.stride(0) if flat else target.stride(1))
+    strides += (0, 0) if inputs.draft is None else row_strides(inputs.draft, flat and inputs.row_map is None)
+    return (*strides, *((0, ids.stride(0)) if flat else ids.stride()))
 
 
 def is_aligned(rows):

@@ -96,7 +96,8 @@ def verify(
             log-likelihood ratio of a whole text to the target is at most what it had at the start (docs/rules.md). For rules
             that keep the target's proportions: SpS, Cactus, AdaptiveCactus, Capped, Interpolation. None: no budget.
         out: a `VerifyOutput` to write to; None: allocated.
-        scratch: `verify_triton.new_scratch(B, device)`, needed under a CUDA graph; None: kept by the launcher.
+        scratch: `verify_triton.new_scratch(B, device)`, needed under a CUDA graph; None: kept by the launcher. `Coupled` draws
+            from every row of the target: as many as those in place of B.
         backend: "triton", "torch", or None: triton on a GPU, torch elsewhere.
 
     Raises:
@@ -154,6 +155,7 @@ def verify_from_logits(
         row_map: int32 or int64 [B]: draft rows (and `draft_stats`) are [slots, K, V], K >= m, those of request b in slot
             row_map[b], whatever the layout of the rest.
         scratch: `rows_triton.new_scratch(B, V, device, rows=2 * m + 1)`, needed under a CUDA graph; None: kept by the launcher.
+            With `Coupled`, `rows_triton.new_scratch(R, V, device)` for the R rows of the target.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `verify`; also both or neither of what excludes or needs each other.
@@ -269,10 +271,10 @@ def _check_shapes(inputs, names):
     """The rows, and what belongs to them, against the drafted tokens."""
     flat, B, m = inputs.cu_draft_tokens is not None, inputs.batch_size, inputs.max_draft_tokens
     tokens = inputs.draft_token_ids
-    bonus = inputs.bonus_token_ids is None
-    if bonus is False:
+    has_bonus = inputs.bonus_token_ids is None
+    if not has_bonus:
         check_tensor("bonus_token_ids", inputs.bonus_token_ids, 1, INDEX_DTYPES, (B,))
-    shapes = [(len(tokens) + B * bonus,), (len(tokens),)] if flat else [(B, m + bonus), (B, m)]
+    shapes = [(len(tokens) + B * has_bonus,), (len(tokens),)] if flat else [(B, m + has_bonus), (B, m)]
     if inputs.row_map is not None:
         check_tensor("row_map", inputs.row_map, 1, INDEX_DTYPES, (B,))
         shapes[1] = None

@@ -15,18 +15,20 @@ import triton.language as tl
 
 from . import clip_triton, philox, race_torch, row_statistics_triton, rules, verify_torch
 from .race_triton import BAD, CHUNK, LOWEST, ONE, race, row_at, stream_of, uniform
-from .row_statistics_triton import _is_bad
 from .rows_triton import (
     BLOCKS,
     NUM_WARPS,
     dense,
+    input_strides,
     is_aligned,
+    is_bad,
     lanes,
     load_stats,
     prob,
     reduce_rows,
     row_strides,
     span_of,
+    with_own,
     with_scratch,
 )
 from .rules import Capped
@@ -95,10 +97,10 @@ def _sums(
     # Of logits, the statistics say whether a row is bad.
     bad = tl.zeros_like(q) != 0.0
     if len(q_stats) == 0:
-        bad = _is_bad(q)
+        bad = is_bad(q)
     if KIND == RESIDUAL:
         if len(p_stats) == 0:
-            bad = bad | _is_bad(p)
+            bad = bad | is_bad(p)
     weights = _fixed_weight(q, p, q_n, p_n, strengths, H, KIND)
     if MASKED:
         weights = tl.where(token < q_end - first, weights, 0)  # a rule may give mass to tokens without any
@@ -248,7 +250,7 @@ def verify_kernel(
         else:
             stats_at = wide * stats_strides[2]
         p = _load(draft, p_at, ids, real, load_stats(draft_stats, stats_at + j * stats_strides[3], ids >= 0))
-    bad = (ids < -1) | (ids >= tl.maximum(V, V_draft)) | _is_bad(q) | _is_bad(p)
+    bad = (ids < -1) | (ids >= tl.maximum(V, V_draft)) | is_bad(q) | is_bad(p)
     q_n, p_n = tl.minimum(q, 1.0), tl.minimum(p, 1.0)
     at = position + j
     r0, r1, _, _ = tl.philox(key, tl.zeros_like(j).to(tl.uint32), ACCEPT, at.to(tl.uint32), (at >> 32).to(tl.uint32))
@@ -384,16 +386,10 @@ def verify(inputs, out, scratch, splits=None, num_warps=None):
         if scratch.dim() != 2 or len(scratch) < B or scratch.shape[1] != 2 or not scratch.is_contiguous():
             raise ValueError(f"scratch must be contiguous, int64 [at least {B}, 2], got {_describe(scratch)}")
         return _launch(inputs, out, scratch, stats, splits, num_warps)
-    owner = device, None
-    if device.type != "cpu":
-        if torch.cuda.is_current_stream_capturing():
-            raise ValueError(f"a CUDA graph needs scratch words of its own: pass scratch=new_scratch({B}, {device})")
-        owner = device, torch.cuda.current_stream(device).cuda_stream
-    scratch = _scratch.pop(owner, None)
-    if scratch is None or len(scratch) < B:
-        scratch = new_scratch(B, device)
-    _launch(inputs, out, scratch, stats, splits, num_warps)
-    _scratch[owner] = scratch  # not if the launch raised: its words may be left anyhow
+    with_own(
+        _scratch, device, lambda own: len(own) >= B, lambda: new_scratch(B, device),
+        lambda own: _launch(inputs, out, own, stats, splits, num_warps), f"verify_triton.new_scratch({B}, {device})",
+    )  # fmt: skip
 
 
 def _verify_logits(inputs, out, scratch, splits, num_warps):
@@ -474,11 +470,7 @@ def _launch(inputs, out, scratch, stats, splits, num_warps):
     splits = max(min(splits or BLOCKS // inputs.batch_size, rounds), triton.cdiv(chunks, SPLIT_CHUNKS.value), 1)
     share = triton.cdiv(rounds, splits) * num_warps
 
-    # A bonus row more for each request before it.
-    flat_target = flat and inputs.bonus_token_ids is not None
-    strides = (0 if flat_target else target.stride(0), target.stride(0) if flat else target.stride(1))
-    strides += (0, 0) if draft is None else row_strides(draft, flat and inputs.row_map is None)
-    strides += (0, ids.stride(0)) if flat else ids.stride()
+    strides = input_strides(inputs)
     strides += (*out.token_ids.stride(), out.num_accepted.stride(0), out.valid.stride(0))
     strides += (0,) if inputs.budget is None else out.spent.stride()
     target_stats, draft_stats = stats
