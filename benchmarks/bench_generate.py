@@ -15,6 +15,7 @@ import time
 
 import pytest
 import torch
+from peers import draft_always
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from cactus_kernels import speculative_generate
@@ -35,10 +36,7 @@ def pair():
     draft.lm_head.weight.data += 0.1 * draft.lm_head.weight.data.std() * torch.randn_like(draft.lm_head.weight)
     for model in (target, draft):
         model.generation_config = GenerationConfig(do_sample=True, top_k=0, pad_token_id=0)
-    # The peer's own settings for a fixed number of drafts.
-    draft.generation_config.num_assistant_tokens = M
-    draft.generation_config.num_assistant_tokens_schedule = "constant"
-    draft.generation_config.assistant_confidence_threshold = 0.0
+    draft_always(draft, M)
     return target, draft
 
 

@@ -20,6 +20,7 @@ import tempfile
 import time
 
 import torch
+from peers import draft_always
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from cactus_kernels import speculative_generate
@@ -49,10 +50,7 @@ def pair(silent=SILENT):
         draft.lm_head.weight.add_(HEAD_NOISE * draft.lm_head.weight.std() * noise)
     for model in (target, draft):
         model.generation_config = GenerationConfig(do_sample=True, top_k=0, pad_token_id=0)
-    # The peer's own settings for a fixed number of drafts.
-    draft.generation_config.num_assistant_tokens = M
-    draft.generation_config.num_assistant_tokens_schedule = "constant"
-    draft.generation_config.assistant_confidence_threshold = 0.0
+    draft_always(draft, M)
     return target, draft
 
 

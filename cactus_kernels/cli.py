@@ -17,6 +17,16 @@ CONTROLS = {c: "\N{REPLACEMENT CHARACTER}" for c in (*range(32), *range(127, 160
 ARGUMENT_ERRORS = (TypeError, ValueError, RuntimeError)
 UsageError = typer.BadParameter.__base__  # what typer raises for arguments it cannot parse; no public name
 
+# Options that several commands take.
+ModelOption = Annotated[
+    str | None, typer.Option(help="Target: a directory or hub id. Needs --draft.", show_default="the embedded pair")
+]
+DraftOption = Annotated[str | None, typer.Option(help="Draft, a smaller model with the same tokenizer. Needs --model.")]
+DtypeOption = Annotated[
+    str, typer.Option(help="auto (float32 on a CPU, else the checkpoint's), float32, bfloat16 or float16.")
+]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...", show_default="cuda if there")]
+
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help="Speculative sampling with Cactus.")
 
 
@@ -69,13 +79,8 @@ def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="Text to continue; - reads it from stdin.", show_default="a word problem")
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="Target: a directory or hub id. Needs --draft.", show_default="the embedded pair"),
-    ] = None,
-    draft: Annotated[
-        str | None, typer.Option(help="Draft, a smaller model with the same tokenizer. Needs --model.")
-    ] = None,
+    model: ModelOption = None,
+    draft: DraftOption = None,
     chat: Annotated[
         bool,
         typer.Option("--chat", help="PROMPT is a message, in the model's chat template; none: a conversation."),
@@ -111,10 +116,8 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Repeats a run.", show_default="random, and printed")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Time plain decoding, SpS and Cactus instead.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-    dtype: Annotated[
-        str, typer.Option(help="auto (float32 on a CPU, else the checkpoint's), float32, bfloat16 or float16.")
-    ] = "auto",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...", show_default="cuda if there")] = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = None,
     backend: Annotated[
         str | None, typer.Option(help="triton or torch.", show_default="triton on a GPU, else torch")
     ] = None,
@@ -215,7 +218,7 @@ def info(json: Annotated[bool, typer.Option("--json", help="Print one JSON objec
 @app.command()
 def check(
     minutes: Annotated[float, typer.Option(help="Time to spend; more finds more.")] = 1.0,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...", show_default="cuda if there")] = None,
+    device: DeviceOption = None,
     backend: Annotated[str | None, typer.Option(help="triton or torch.", show_default="triton where it runs")] = None,
     seed: Annotated[int | None, typer.Option(help="Repeats a check.", show_default="random, and printed")] = None,
 ):
@@ -238,13 +241,8 @@ def check(
 
 @app.command()
 def frontier(
-    model: Annotated[
-        str | None,
-        typer.Option(help="Target: a directory or hub id. Needs --draft.", show_default="the embedded pair"),
-    ] = None,
-    draft: Annotated[
-        str | None, typer.Option(help="Draft, a smaller model with the same tokenizer. Needs --model.")
-    ] = None,
+    model: ModelOption = None,
+    draft: DraftOption = None,
     text: Annotated[
         str | None,
         typer.Option(help="UTF-8 file; blank lines part its documents.", show_default="word problems of the package"),
@@ -265,10 +263,8 @@ def frontier(
     ] = None,
     json: Annotated[str | None, typer.Option(help="Write all figures to this file.")] = None,
     plot: Annotated[str | None, typer.Option(help="Draw the curves in this .png or .svg file.")] = None,
-    dtype: Annotated[
-        str, typer.Option(help="auto (float32 on a CPU, else the checkpoint's), float32, bfloat16 or float16.")
-    ] = "auto",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...", show_default="cuda if there")] = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = None,
 ):
     """What each rule accepts and how far it strays from the target: exact laws at the positions of a text."""
     if max_kl is not None and min_accept is not None:

@@ -63,25 +63,34 @@ class Divergences(NamedTuple):
 def divergences(a, b) -> Divergences:
     """All divergences of two distributions [V], or of [N, V] row by row, which gives float64 [N] each."""
     a, b = _pair(a, b)
-    log = (a / b).log()
-    kl, kl_reverse = torch.where(a > 0, a * log, 0.0), torch.where(b > 0, -b * log, 0.0)
-    chi_square = torch.where(a != b, (a - b) ** 2 / b, 0.0)
-    return Divergences(*(_out(x.sum(-1)) for x in (kl, kl_reverse, (a - b).abs() / 2, chi_square)))
+    return Divergences(*(_out(x) for x in (_kl(a, b), _kl(b, a), _total_variation(a, b), _chi_square(a, b))))
 
 
 def kl(a, b) -> float | torch.Tensor:
     """KL(a || b), see `divergences`."""
-    return divergences(a, b).kl
+    return _out(_kl(*_pair(a, b)))
 
 
 def total_variation(a, b) -> float | torch.Tensor:
     """Total variation distance, see `divergences`."""
-    return divergences(a, b).total_variation
+    return _out(_total_variation(*_pair(a, b)))
 
 
 def chi_square(a, b) -> float | torch.Tensor:
     """Chi-square divergence of a from b, see `divergences`."""
-    return divergences(a, b).chi_square
+    return _out(_chi_square(*_pair(a, b)))
+
+
+def _kl(a, b):
+    return torch.where(a > 0, a * (a / b).log(), 0.0).sum(-1)
+
+
+def _total_variation(a, b):
+    return (a - b).abs().sum(-1) / 2
+
+
+def _chi_square(a, b):
+    return torch.where(a != b, (a - b) ** 2 / b, 0.0).sum(-1)
 
 
 class Positions:
