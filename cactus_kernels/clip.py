@@ -24,36 +24,33 @@ STEPS = 64  # at most; ten are much
 _log = bind(elementary.log, numpy_language)
 
 
-def compute(rule, target, draft, drafted, where, strengths):
-    """b and c: two fp32 arrays [B, m + 1], 1 where not asked for, NaN where a row is bad.
+def compute(form, target, draft, request, position, drafted, strength):
+    """b and c of row pairs: fp32 array [2, R], NaN where a row or its strength is bad.
 
     Args:
-        rule: an `Optimal` or a `Mentored`. strengths: its strength, a number or an fp32 array [B], in a tuple.
+        form: "cap", "price" or "kl", what the strength is. strength: a number, or an fp32 array [R, 1].
         target, draft: `rows_torch.ProbRows`; draft None: one-hot.
-        drafted: int64 array [B, m + 1], the drafted tokens. where: bool array [B, m + 1], the positions asked for.
+        request, position: int64 arrays [R], which rows. drafted: int64 array [R], their drafted tokens.
     """
-    b, c = np.ones(where.shape, dtype=np.float32), np.ones(where.shape, dtype=np.float32)
-    (strength,) = strengths
+    out = np.full((2, len(request)), np.nan, dtype=np.float32)
     V = target.vocab_size
-    for r, j in zip(*where.nonzero(), strict=True):
-        request, position = np.array([r]), np.array([j])
-        q = target.whole(request, position)
+    strength = np.broadcast_to(np.float32(strength), (len(request), 1))[:, 0]
+    for i, (s, n) in enumerate(zip(strength, drafted, strict=True)):
+        at = request[i : i + 1], position[i : i + 1]
+        q = target.whole(*at)
         bad = target.bad_whole(q)[0]
         q = q[0].numpy()
         p = np.zeros(max(V, V if draft is None else draft.vocab_size), dtype=np.float32)
         if draft is None:
-            p[drafted[r, j] : drafted[r, j] + 1] = 1
+            p[n : n + 1] = 1
         else:
-            row = draft.whole(request, position)
+            row = draft.whole(*at)
             bad |= draft.bad_whole(row)[0]
             p[: row.shape[1]] = row[0].numpy()
-        s = np.float32(strength if isinstance(strength, float) else strength[r])
-        if bad or not 0 <= s < np.inf:
-            b[r, j] = c[r, j] = np.nan
-            continue
-        q = np.pad(q, (0, len(p) - V)) if len(p) > V else q
-        b[r, j], c[r, j] = solve(p, q, s, rule.form)
-    return b, c
+        if not bad and 0 <= s < np.inf:
+            q = np.pad(q, (0, len(p) - V)) if len(p) > V else q
+            out[:, i] = solve(p, q, s, form)
+    return out
 
 
 def solve(p, q, strength, form):

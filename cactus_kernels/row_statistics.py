@@ -23,23 +23,20 @@ BLOCK = 1 << 14  # entries handled at once: few enough for the cache
 _log = bind(elementary.log, numpy_language)
 
 
-def compute(names, target, drafted):
-    """The statistics that a rule names: a tuple of fp32 arrays [B, m + 1], NaN where nothing is drafted; None without names.
+def compute(names, target, request, position):
+    """The statistics that a rule names: fp32 array [K, R], NaN where a row is bad.
 
-    target: a `rows_torch.ProbRows`. drafted: bool array [B, m + 1].
+    target: a `rows_torch.ProbRows`. request, position: int64 arrays [R], which rows.
     """
-    if not names:
-        return None
-    out = np.full((len(names), *drafted.shape), np.nan, dtype=np.float32)
-    request, position = drafted.nonzero()
+    out = np.empty((len(names), len(request)), dtype=np.float32)
     size = max(1, GROUP // target.vocab_size)
     for start in range(0, len(request), size):
-        r, j = request[start : start + size], position[start : start + size]
-        q = target.whole(r, j)
+        r = slice(start, start + size)
+        q = target.whole(request[r], position[r])
         bad = target.bad_whole(q)
         for values, name in zip(out, names, strict=True):
-            values[r, j] = np.where(bad, np.float32(np.nan), of_rows(name, q).numpy())
-    return tuple(out)
+            values[r] = np.where(bad, np.float32(np.nan), of_rows(name, q).numpy())
+    return out
 
 
 def of_rows(statistic, q):

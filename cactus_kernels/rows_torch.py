@@ -60,15 +60,19 @@ class LogitRows(ProbRows):
         super().__init__(rows, index)
         self.stats, self.stats_index = stats, stats_index
 
+    def stats_of(self, request, position):
+        """The statistics of rows: fp32 array [..., 8]."""
+        return self.stats[self.stats_index(request, position)]
+
     def whole(self, request, position):
-        stats = self.stats[self.stats_index(request, position)]
+        stats = self.stats_of(request, position)
         logits = super().whole(request, position)
         weights = exp_weights(logits, stats[:, MAX], stats[:, INVERSE_TEMPERATURE])
         keep(weights, logits, stats)
         return weights.mul_(_column(stats[:, NORM]))
 
     def at(self, request, position, token):
-        stats = self.stats[self.stats_index(request, position)]
+        stats = self.stats_of(request, position)
         inside = (token >= 0) & (token < self.vocab_size)
         logits = np.where(inside, super().at(request, position, token), np.float32(-np.inf))
         with np.errstate(invalid="ignore", over="ignore"):
@@ -79,10 +83,29 @@ class LogitRows(ProbRows):
         return weights * stats[..., NORM]
 
     def bad_at(self, request, position, probs):
-        return np.broadcast_to(np.isnan(self.stats[self.stats_index(request, position)][..., NORM]), probs.shape)
+        return np.broadcast_to(np.isnan(self.stats_of(request, position)[..., NORM]), probs.shape)
 
     def bad_whole(self, probs):
         return np.zeros(len(probs), dtype=bool)  # seen at the gathered entries, which are those of the same row
+
+
+class ReducedRows(LogitRows):
+    """Rows of logits whose statistics are made when they are first asked for."""
+
+    def __init__(self, rows, index, counts, settings):
+        """counts: bool array [B, m + 1], the rows there are; the others have NaN. settings: a `Settings` [B]."""
+        stats = np.full((*counts.shape, COLUMNS), np.nan, dtype=np.float32)
+        super().__init__(rows, index, stats, lambda request, position: (request, position))
+        self.missing, self.settings = counts.copy(), settings
+
+    def stats_of(self, request, position):
+        missing = self.missing[request, position]
+        if missing.any():
+            request_, position_ = (x[missing] for x in np.broadcast_arrays(request, position))
+            logits = ProbRows(self.rows, self.index)
+            self.stats[request_, position_] = reduced(logits, request_, position_, self.settings)
+            self.missing[request_, position_] = False
+        return super().stats_of(request, position)
 
 
 def bad_prob(x):

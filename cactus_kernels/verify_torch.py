@@ -10,70 +10,33 @@ import numpy as np
 import torch
 
 from . import clip, numpy_language, philox, race_torch, row_statistics, rules
-from .rows_torch import COLUMNS, GROUP, LogitRows, ProbRows, Settings, reduced
+from .rows_torch import GROUP, LogitRows, ProbRows, ReducedRows, Settings
 
 # What a token is drawn from: the target row; the residual (h - p)+; or h without the drafted token, where rounding or
 # bad input left no residual.
 TARGET, RESIDUAL, REST = range(3)
 
+AT_ONCE = 1 << 20  # elements of target rows that are read before it is seen whether the next ones are needed
+
 
 def verify(inputs, out, scratch=None):
     """Write the tokens of `inputs` (checked by `verify.verify`) to `out` (a `VerifyOutput`)."""
-    B, V, m = inputs.batch_size, inputs.vocab_size, inputs.max_draft_tokens
-    seed, offset = philox.streams(inputs.seed, inputs.offset, B)
-    strengths, bad_request = _strengths(inputs)
-    num_drafted, first, bad_index = _spans(inputs)
-    ids = n = _drafted_tokens(inputs, first, num_drafted)
-    target, draft = _target_rows(inputs, num_drafted, first), _draft_rows(inputs, n, first)
-    stat = row_statistics.compute(inputs.rule.statistics, target, n >= 0)
-    if inputs.rule.solved is not None:
-        stat = clip.compute(inputs.rule, target, draft, n, (n >= 0) & (inputs.rule.solved == "drafted"), strengths)
-
-    body = recovery = _numpy_body(inputs.rule.h)
+    B, V = inputs.batch_size, inputs.vocab_size
+    positions = _Positions(inputs)
+    stop = positions.judge()
+    request = np.arange(B)
+    ids, n = positions.drafted, positions.drafted[request, stop]
+    valid = ~positions.bad[request, stop]
     if inputs.budget is not None:
-        recovery = _numpy_body(rules.within(body))
-        bad_request |= ~(inputs.budget.cpu().numpy() >= 0)
+        out.spent.copy_(torch.from_numpy(positions.spent(stop)))
+    rejected = np.flatnonzero(valid & (n >= 0))
+    if inputs.rule.solved == "rejected" and len(rejected):
+        positions.solve(rejected, stop[rejected])
 
-    # 1. q_n and p_n of the drafted tokens: [B, m + 1], the last column being the end of every draft.
-    request, j = np.arange(B)[:, None], np.arange(m + 1)
-    q_n = target.at(request, j, n)
-    p_n = np.ones_like(q_n) if draft is None else draft.at(request, j, n)
-    bad = (n < -1) | (n >= max(V, inputs.draft_vocab_size)) | (bad_request | bad_index)[:, None]
-    # A bonus token that is given has no row.
-    bad |= target.bad_at(request, j, q_n) & ((j < num_drafted[:, None]) | (inputs.bonus_token_ids is None))
-    if draft is not None:
-        bad |= draft.bad_at(request, j, p_n) & (n >= 0)
-    for s in stat or ():
-        bad |= np.isnan(s) & (n >= 0)
-    q_n, p_n = np.minimum(q_n, np.float32(1)), np.minimum(p_n, np.float32(1))
-
-    # 2. Accept until the first token that is rejected, bad or not there.
-    row = philox.counter_row(offset[:, None], j)
-    u = philox.uniform(*philox.philox(seed[:, None], 0, philox.ACCEPT, *row))
-    with np.errstate(all="ignore"):  # bad values
-        h_n = body(q_n, q_n, p_n, True, stat, *(_of(s, slice(None)) for s in strengths))
-        if inputs.budget is not None:
-            spends, left, cap = _within(inputs.budget, h_n, q_n, p_n, n)
-            h_n, stat = np.minimum(h_n, q_n * cap), (*(stat or ()), cap)
-        accepted = (u * p_n < h_n) & (n >= 0) & ~bad
-    stop = (~accepted).argmax(1)
-    if inputs.budget is not None:
-        out.spent.copy_(torch.from_numpy(np.where(j < stop[:, None], np.minimum(spends, left), 0).sum(1) / rules.UNIT))
-    request = request[:, 0]
-    valid = ~bad[request, stop]
-    n, q_n, p_n = ids[request, stop], q_n[request, stop], p_n[request, stop]
-
-    if inputs.rule.solved == "rejected":
-        where = (j == stop[:, None]) & (ids >= 0) & valid[:, None]
-        stat = clip.compute(inputs.rule, target, draft, ids, where, strengths)
-
-    # 3. The weights of the one row pair that a token is drawn from, summed chunk by chunk, and the race.
+    # The weights of the one row pair that a token is drawn from, summed chunk by chunk, and the race.
     def draw(kind, r):
         """Draw for requests r, whose token comes from weights of one kind; for those without a residual, from the rest."""
-        of_r = stat and tuple(s[r, stop[r]] for s in stat)
-        weights, fine = _weights(
-            kind, target, draft, r, stop[r], (n[r], q_n[r], p_n[r]), inputs.rule, recovery, of_r, strengths
-        )
+        weights, fine = positions.weights(kind, r, stop[r])
         sums = chunk_sums(weights)
         some = (sums != 0).any(1)
         token[r] = race_torch.race(sums, weights, [x[r] for x in exponentials])
@@ -82,55 +45,155 @@ def verify(inputs, out, scratch=None):
             draw(REST, r[~some & fine])
 
     chunk_sums = race_torch.float_chunk_sums if inputs.sampling else race_torch.chunk_sums
-    exponentials = race_torch.noise(seed, philox.counter_row(offset, stop), inputs.purposes, V)
+    exponentials = race_torch.noise(positions.seed, philox.counter_row(positions.offset, stop), inputs.purposes, V)
     token = np.zeros(B, dtype=np.int64)
     given = np.zeros(B, dtype=bool)
     if inputs.bonus_token_ids is not None:
-        given = valid & (stop == num_drafted)
+        given = valid & (stop == positions.num_drafted)
         token[given] = inputs.bonus_token_ids.cpu().numpy()[given]
         valid &= ~given | ((token >= 0) & (token < V))
     for kind, requests in ((TARGET, valid & (n < 0) & ~given), (RESIDUAL, valid & (n >= 0))):
         for r in _groups(requests, max(1, GROUP // V)):
             draw(kind, r)
 
-    # 4. The accepted tokens, the drawn one, then -1.
-    ids[j >= stop[:, None]] = -1
+    # The accepted tokens, the drawn one, then -1.
+    ids[np.arange(ids.shape[1]) >= stop[:, None]] = -1
     ids[request[valid], stop[valid]] = token[valid]
     for to, values in ((out.token_ids, ids), (out.num_accepted, stop), (out.valid, valid)):
         to.copy_(torch.from_numpy(values))
 
 
-def _weights(kind, target, draft, request, position, drafted, rule, body, stat, strengths):
-    """The weights of requests, fp32 [R, V], 0 at the drafted token (n, its q and p); and which rows are not bad [R]."""
-    n, q_n, p_n = drafted
-    q = target.whole(request, position)
-    bad = target.bad_whole(q)
-    if kind == TARGET:
-        return q, ~bad
-    V, p = q.shape[1], None
-    if kind == RESIDUAL and draft is not None and rule.subtracts_draft:
-        p = draft.whole(request, position)[:, :V]
-        bad |= draft.bad_whole(p)
-        if p.shape[1] < V:
-            p = torch.nn.functional.pad(p, (0, V - p.shape[1]))
-    strengths = [_of(s, request) for s in strengths]
-    stat = stat and tuple(s[:, None] for s in stat)
-    w = body(q.numpy(), q_n[:, None], p_n[:, None], False, stat, *strengths)
-    w = torch.from_numpy(w.copy() if p is None else np.maximum(w - p.numpy(), np.float32(0)))
-    inside = np.flatnonzero(n < V)
-    w[inside, n[inside]] = 0
-    return w, ~bad
+class _Positions:
+    """What is known of each drafted position and of the end of each draft: arrays [B, m + 1]."""
 
+    def __init__(self, inputs):
+        B, shape = inputs.batch_size, (inputs.batch_size, inputs.max_draft_tokens + 1)
+        rule = self.rule = inputs.rule
+        self.inputs = inputs
+        self.seed, self.offset = philox.streams(inputs.seed, inputs.offset, B)
+        self.strengths, bad_request = _strengths(inputs)
+        self.num_drafted, first, bad_index = _spans(inputs)
+        self.drafted = _drafted_tokens(inputs, first, self.num_drafted)
+        self.target = _target_rows(inputs, self.num_drafted, first)
+        self.draft = _draft_rows(inputs, self.drafted, first)
+        self.body = self.recovery = _numpy_body(rule.h)
+        if inputs.budget is not None:
+            self.recovery = _numpy_body(rules.within(self.body))
+            budget = inputs.budget.cpu().numpy()
+            bad_request |= ~(budget >= 0)
+            with np.errstate(invalid="ignore"):
+                self.budget = (np.minimum(budget, rules.MOST) * rules.UNIT).astype(np.int64)
+            self.spends = np.zeros(shape, dtype=np.int64)
 
-def _within(budget, h_n, q_n, p_n, drafted):
-    """What each position would spend, what is left before it, both int64 [B, m + 1], and the cap that makes, fp32.
+        self.q_n, self.p_n = np.zeros(shape, dtype=np.float32), np.ones(shape, dtype=np.float32)
+        beyond = max(inputs.vocab_size, inputs.draft_vocab_size)
+        self.bad = (self.drafted < -1) | (self.drafted >= beyond) | (bad_request | bad_index)[:, None]
+        count = len(rule.statistics) + 2 * (rule.solved is not None) + (inputs.budget is not None)
+        # The statistics that the rule names, or b and c; then the cap of a budget. 1 where they are not known.
+        self.stat = np.ones((count, *shape), dtype=np.float32)
 
-    budget: float64 [B]. drafted: int64 [B, m + 1], -1 where nothing is drafted.
-    """
-    spends = np.where(drafted >= 0, _numpy_body(rules.spend)(h_n, q_n, p_n), 0)
-    whole = (np.minimum(budget.cpu().numpy(), rules.MOST) * rules.UNIT).astype(np.int64)
-    left = np.maximum(whole[:, None] - (spends.cumsum(1) - spends), 0)
-    return spends, left, _numpy_body(rules.cap)(left)
+    def judge(self):
+        """The first position of each request whose token is rejected, bad or not there: int64 [B].
+
+        Rows that have to be read whole are read up to there, and a few more where that costs less than to look.
+        """
+        inputs, (B, columns) = self.inputs, self.drafted.shape
+        j = np.arange(columns)
+        u = philox.uniform(
+            *philox.philox(self.seed[:, None], 0, philox.ACCEPT, *philox.counter_row(self.offset[:, None], j))
+        )
+        reads_rows = inputs.sampling or self.rule.statistics or self.rule.solved == "drafted"
+        stop, request, start = np.zeros(B, dtype=np.int64), np.arange(B), 0
+        while len(request):
+            end = min(columns, start + max(1, AT_ONCE // (inputs.vocab_size * len(request)))) if reads_rows else columns
+            at = np.ix_(request, j[start:end])
+            accepted = self._accepted(at, u[at])
+            stop[request] = start + np.where(accepted.all(1), end - start, (~accepted).argmax(1))
+            request, start = request[stop[request] == end], end
+        return stop
+
+    def _accepted(self, at, u):
+        """Which tokens are accepted at positions, judged after all before them: bool [R, C]; at: int64 [R, 1] and [1, C]."""
+        inputs = self.inputs
+        request, j = at
+        n = self.drafted[at]
+        drafted = n >= 0
+        q_n = self.target.at(request, j, n)
+        # A bonus token that is given has no row.
+        bad = self.bad[at] | self.target.bad_at(request, j, q_n) & (
+            (j < self.num_drafted[request]) | (inputs.bonus_token_ids is None)
+        )
+        p_n = np.ones_like(q_n)
+        if self.draft is not None:
+            p_n = self.draft.at(request, j, n)
+            bad |= self.draft.bad_at(request, j, p_n) & drafted
+        stat = self._statistics(at, drafted)
+        for s in stat or ():
+            bad |= np.isnan(s) & drafted
+        q_n, p_n = np.minimum(q_n, np.float32(1)), np.minimum(p_n, np.float32(1))
+        with np.errstate(all="ignore"):  # bad values
+            h_n = self.body(q_n, q_n, p_n, True, stat, *(_of(s, request[:, 0]) for s in self.strengths))
+            if inputs.budget is not None:
+                h_n = self._within_budget(at, h_n, q_n, p_n)
+            accepted = (u * p_n < h_n) & drafted & ~bad
+        self.q_n[at], self.p_n[at], self.bad[at] = q_n, p_n, bad
+        return accepted
+
+    def _statistics(self, at, drafted):
+        """What the rule reads of whole rows: a tuple of fp32 [R, C]; None if nothing."""
+        names, solved = self.rule.statistics, self.rule.solved
+        if not (names or solved):
+            return None
+        request, j = (x[drafted] for x in np.broadcast_arrays(*at))
+        if names:
+            self.stat[: len(names), request, j] = row_statistics.compute(names, self.target, request, j)
+        elif solved == "drafted":
+            self.solve(request, j)
+        return tuple(s[at] for s in self.stat[: len(self.stat) - (self.inputs.budget is not None)])
+
+    def solve(self, request, j):
+        """Solve for b and c at positions, int64 [R] each."""
+        strength = _of(self.strengths[0], request)
+        self.stat[:2, request, j] = clip.compute(
+            self.rule.form, self.target, self.draft, request, j, self.drafted[request, j], strength
+        )
+
+    def _within_budget(self, at, h_n, q_n, p_n):
+        """h_n within what is left of the budgets; notes what each position would spend, and the cap."""
+        request, _ = at
+        spends = np.where(self.drafted[at] >= 0, _numpy_body(rules.spend)(h_n, q_n, p_n), 0)
+        before = self.spends[request[:, 0]].sum(1, keepdims=True)
+        self.spends[at] = spends
+        left = np.maximum(self.budget[request] - before - (spends.cumsum(1) - spends), 0)
+        cap = self.stat[-1][at] = _numpy_body(rules.cap)(left)
+        return np.minimum(h_n, q_n * cap)
+
+    def spent(self, stop):
+        """Nats that the tokens before `stop` spent: float64 [B]."""
+        spends = np.where(np.arange(self.spends.shape[1]) < stop[:, None], self.spends, 0)
+        left = np.maximum(self.budget[:, None] - (spends.cumsum(1) - spends), 0)
+        return np.minimum(spends, left).sum(1) / rules.UNIT
+
+    def weights(self, kind, request, position):
+        """The weights of requests, fp32 [R, V], 0 at the drafted token; and which rows are not bad [R]."""
+        n, q_n, p_n = (x[request, position] for x in (self.drafted, self.q_n, self.p_n))
+        q = self.target.whole(request, position)
+        bad = self.target.bad_whole(q)
+        if kind == TARGET:
+            return q, ~bad
+        V, p = q.shape[1], None
+        if kind == RESIDUAL and self.draft is not None and self.rule.subtracts_draft:
+            p = self.draft.whole(request, position)[:, :V]
+            bad |= self.draft.bad_whole(p)
+            if p.shape[1] < V:
+                p = torch.nn.functional.pad(p, (0, V - p.shape[1]))
+        strengths = [_of(s, request) for s in self.strengths]
+        stat = tuple(s[:, None] for s in self.stat[:, request, position]) if len(self.stat) else None
+        w = self.recovery(q.numpy(), q_n[:, None], p_n[:, None], False, stat, *strengths)
+        w = torch.from_numpy(w.copy() if p is None else np.maximum(w - p.numpy(), np.float32(0)))
+        inside = np.flatnonzero(n < V)
+        w[inside, n[inside]] = 0
+        return w, ~bad
 
 
 @functools.cache
@@ -202,7 +265,7 @@ def _target_rows(inputs, num_drafted, first):
     if inputs.sampling is None:
         return ProbRows(rows, index)
     counts = np.arange(inputs.max_draft_tokens + 1) < num_drafted[:, None] + has_bonus
-    return _logit_rows(rows, index, counts, inputs.sampling)
+    return ReducedRows(rows, index, counts, Settings(inputs.sampling, len(counts)))
 
 
 def _draft_rows(inputs, n, first):
@@ -223,12 +286,4 @@ def _draft_rows(inputs, n, first):
         return LogitRows(rows, index, _host(inputs.draft_stats.packed, np.float32), index)
     if inputs.draft_sampling is None:
         return ProbRows(rows, index)
-    return _logit_rows(rows, index, n >= 0, inputs.draft_sampling)
-
-
-def _logit_rows(rows, index, counts, sampling):
-    """Rows of logits with the statistics of those that count, bool array [B, m + 1]."""
-    request, position = counts.nonzero()
-    stats = np.full((*counts.shape, COLUMNS), np.nan, dtype=np.float32)
-    stats[request, position] = reduced(ProbRows(rows, index), request, position, Settings(sampling, len(counts)))
-    return LogitRows(rows, index, stats, lambda request, position: (request, position))
+    return ReducedRows(rows, index, n >= 0, Settings(inputs.draft_sampling, len(n)))
