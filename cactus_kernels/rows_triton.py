@@ -27,7 +27,7 @@ DRAFT_CHUNK, DRAFT_TOKEN = tl.constexpr(philox.DRAFT_CHUNK), tl.constexpr(philox
 LARGEST, MAX_PROB = tl.constexpr(rows_torch.LARGEST), tl.constexpr(rows_torch.MAX_PROB)
 # Masses of rows in fixed point: sums of up to 2^20 weights of at most 1 fit in 63 bits. Integer sums have no order.
 UNIT = tl.constexpr(2.0**42)
-TILE = tl.constexpr(4096)  # tokens that a cut looks at at once
+CHUNKS = tl.constexpr(4)  # that a cut looks at at once
 
 
 @triton.jit
@@ -276,16 +276,18 @@ def _weight(x, largest, inverse, BY_MASS: tl.constexpr):
 def _above(row, V, words, lowest, pivots, largest, inverse, BY_MASS: tl.constexpr):
     """The weight of the tokens whose image is above each of three pivots, all above `lowest`: a tuple of int64."""
     s1, s2, s3 = lowest * 0, lowest * 0, lowest * 0
-    for t in range(0, tl.cdiv(V, TILE)):
-        token = t * TILE + tl.arange(0, TILE)
-        top = tl.load(words + token // CHUNK, mask=token < V, other=-float("inf"))
-        live = (token < V) & (_image(top) > lowest)
+    C = tl.cdiv(V, CHUNK)
+    for first in range(0, C, CHUNKS):
+        c = first + tl.arange(0, CHUNKS)
+        token = c[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
+        top = tl.load(words + c, mask=c < C, other=-float("inf"))
+        live = (token < V) & (_image(top) > lowest)[:, None]
         x = tl.load(row + token, mask=live, other=-float("inf")).to(tl.float32)
         image = _image(x)
         w = tl.where(live, _weight(x, largest, inverse, BY_MASS), 0)
-        s1 += tl.sum(tl.where(image > pivots[0], w, 0), 0)
-        s2 += tl.sum(tl.where(image > pivots[1], w, 0), 0)
-        s3 += tl.sum(tl.where(image > pivots[2], w, 0), 0)
+        s1 += tl.sum(tl.sum(tl.where(image > pivots[0], w, 0), 1), 0)
+        s2 += tl.sum(tl.sum(tl.where(image > pivots[1], w, 0), 1), 0)
+        s3 += tl.sum(tl.sum(tl.where(image > pivots[2], w, 0), 1), 0)
     return s1, s2, s3
 
 
@@ -566,8 +568,9 @@ def reduce_rows(
     strides = (*row_strides(target, flat), *((0, 0) if draft is None else row_strides(draft, flat and row_map is None)))
     strides += (*stats.stride()[:2], *((0, 0) if token_ids is None else (token_ids.stride(0), probs.stride(0))))
     truncates = sampling.truncates or (draft is not None and (draft_sampling or sampling).truncates)
-    # Of rows that are read an entry at a time, the compiler would spill a value to get by with 80 registers.
-    options = {"maxnreg": 96} if is_nvidia() and not aligned and token_ids is None else {}
+    # Of rows that are read an entry at a time, the compiler would spill a value to get by with 80 registers, or 64 of a cut.
+    reduces = {"maxnreg": 96} if is_nvidia() and not aligned and token_ids is None else {}
+    cuts = {"maxnreg": 128} if is_nvidia() and not aligned else {}
     with torch.cuda.device_of(target):
         for cut in (False, True) if truncates else (False,):
             rows_kernel[B, J, 1 if cut else triton.cdiv(chunks, share)](
@@ -577,7 +580,7 @@ def reduce_rows(
                 CUT=cut, HAS_BONUS=int(has_bonus), PER_REQUEST=per_request, DRAFT_PER_REQUEST=draft_per_request,
                 ENTROPY_TOO=entropy, BLOCK_C=triton.next_power_of_2(chunks), WARPS=num_warps, LANES=lanes(),
                 VEC=16 // min(t.element_size() for t in rows) if aligned else 1, num_warps=CUT_WARPS if cut else num_warps,
-                enable_fp_fusion=False, **options,
+                enable_fp_fusion=False, **(cuts if cut else reduces),
             )  # fmt: skip
 
 
