@@ -1,0 +1,265 @@
+"""The kernels compiled for GPUs that are not here: registers, spills, widths of loads, rounding.
+
+    python tests/offline.py sm_90            # figures of every kernel for one target, as a line of JSON
+    python tests/offline.py sm_90 brief      # of fewer cases
+    python tests/offline.py                  # the table of docs/kernels.md
+
+What is compiled is what the launchers launch, so the specialisations are the real ones: a stand-in for the driver names the
+target, and a launch stops at the compiled kernel. In a process of its own, since the interpreter is chosen when triton is
+imported, with a cache of its own, since what is to be measured is this source.
+"""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from cactus_kernels import Cactus, RowStats, SampleOutput, Sampling, VerifyOutput, rows
+from cactus_kernels.rows import RowInputs
+from cactus_kernels.rules import AdaptiveCactus, Mentored, Optimal, Rule, SpS, TopK, Typical, m
+from cactus_kernels.verify import Inputs
+
+TARGETS = {
+    "sm_80": ("cuda", 80, 32),
+    "sm_90": ("cuda", 90, 32),
+    "sm_100": ("cuda", 100, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# V and the stride of its rows. Strides that are a multiple of 16 bytes are read 16 bytes at a time.
+LAYOUTS = {"aligned": (151_936, 151_936), "odd, padded": (50_257, 50_264), "odd": (50_257, 50_257)}
+KERNELS = {
+    "verify_kernel": "verify_triton",
+    "rows_kernel": "rows_triton",
+    "entropy_kernel": "row_statistics_triton",
+    "kth_largest_kernel": "row_statistics_triton",
+    "clip_kernel": "clip_triton",
+}
+
+# Rules with a kernel of their own before verification.
+RULES = {
+    "Typical": Typical(),
+    "TopK": TopK(10),
+    "Optimal by cap": Optimal(cap=1.5),
+    "Optimal by price": Optimal(price=2.0),
+    "Mentored": Mentored(0.1),
+}
+
+
+def figures(target, *options):
+    """{case: {kernel: figures}} of a target, from a process that compiles them; skips where a tool is missing."""
+    triton = pytest.importorskip("triton")
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    if TARGETS[target][0] == "cuda" and not all((tools / tool).exists() for tool in ("cuobjdump", "nvdisasm", "ptxas")):
+        pytest.skip(f"this triton package has no cuobjdump, nvdisasm or ptxas in {tools}")
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    with tempfile.TemporaryDirectory() as cache:
+        env["TRITON_CACHE_DIR"] = cache
+        command = [sys.executable, __file__, target, *options]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    if "ROCm linker" in done.stderr:
+        pytest.skip("this triton package has no linker for AMD GPUs: it expects that of a ROCm installation")
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def table(found):
+    """Registers of a thread, of rows aligned / odd. found: {target: figures of every case}."""
+    lines = ["| kernel | of | " + " | ".join(found) + " |", "|---|---|" + "---|" * len(found)]
+    for case, kernels in next(iter(found.values())).items():
+        if not case.endswith(", aligned"):
+            continue
+        what = case.removesuffix(", aligned")
+        for kernel in kernels:
+            if kernel == "verify_kernel" and what.startswith(tuple(RULES)):
+                continue
+            pairs = [[f[f"{what}, {side}"][kernel]["registers"] for side in ("aligned", "odd")] for f in found.values()]
+            cells = " | ".join(f"{aligned} / {odd}" for aligned, odd in pairs)
+            lines.append(f"| {kernel} | {what} | {cells} |")
+    return "\n".join(lines) + "\n"
+
+
+class Mixture(Rule):
+    """A rule of a user's own, with two strengths."""
+
+    name = "mixture"
+
+    @staticmethod
+    def h(q, q_n, p_n, is_drafted, stat, a, b):
+        return m.where(is_drafted, m.maximum(q_n, a * p_n), q * m.div_rn(b, 2.0))
+
+    strengths = (0.5, torch.ones(2))
+
+
+def ways():
+    """Inputs of other kinds, by name: what the interpreter takes and the compiler may refuse."""
+    numbers, few = torch.zeros(2, dtype=torch.int64), torch.tensor([0, 3, 3], dtype=torch.int32)
+    V = 50_257
+    q, p, ids = torch.zeros(2, 4, V), torch.zeros(2, 3, V), torch.zeros(2, 3, dtype=torch.int64)
+    padded = {"target": q, "draft": p, "draft_token_ids": ids, "rule": SpS(), "seed": numbers, "offset": numbers}
+    padded |= {"cu_draft_tokens": None, "max_draft_tokens": 3, "batch_size": 2}
+    flat = padded | {"target": q.view(-1, V)[:5], "draft": p[0], "draft_token_ids": ids[0], "cu_draft_tokens": few}
+    each = Sampling(torch.ones(2), torch.ones(2, dtype=torch.int32), torch.ones(2), torch.zeros(2))
+    return {
+        "flat": Inputs(**flat),
+        "flat, one-hot, int64 sums, int32 ids": Inputs(
+            **flat | {"draft": None, "cu_draft_tokens": few.long(), "draft_token_ids": ids[0].int()}
+        ),
+        "int seed and offset": Inputs(**padded | {"seed": 2**40, "offset": 1}),
+        "small int seed": Inputs(**padded | {"seed": 1, "offset": -(2**63)}),
+        "a strength for each request": Inputs(**padded | {"rule": Cactus(torch.ones(2))}),
+        "a rule of ones own": Inputs(**padded | {"rule": Mixture()}),
+        "the KL form": Inputs(**padded | {"rule": Cactus(0.5, "kl")}),
+        "a statistic": Inputs(**padded | {"rule": AdaptiveCactus(torch.ones(2))}),
+        "two statistics, flat": Inputs(**flat | {"rule": Typical()}),
+        "solved where rejected": Inputs(**padded | {"rule": Optimal(cap=torch.full((2,), 1.5))}),
+        "a budget": Inputs(**padded | {"rule": AdaptiveCactus(0.5), "budget": torch.ones(2).double()}),
+        "two dtypes and two sizes": Inputs(**padded | {"target": q[..., :50_000].bfloat16()}),
+        "no drafts": rows._inputs(q[:, 0], 5, numbers),
+        "one token, one request": Inputs(
+            **padded | {"target": q[:1, :2, :1], "draft": p[:1, :1, :1], "draft_token_ids": ids[:1, :1]}
+            | {"seed": numbers[:1], "offset": numbers[:1], "max_draft_tokens": 1, "batch_size": 1}
+        ),
+        "64 drafts": Inputs(
+            **padded | {"target": torch.zeros(2, 65, 3000), "draft": torch.zeros(2, 64, 3000)}
+            | {"draft_token_ids": torch.zeros(2, 64, dtype=torch.int64), "max_draft_tokens": 64}
+        ),
+        "from logits, flat, settings for each request": Inputs(**flat | {"sampling": each, "draft_sampling": each}),
+        "from logits, probabilities of the draft by slot, bonus tokens given": Inputs(
+            **padded | {"target": q[:, :3], "sampling": Sampling(0.0), "row_map": numbers, "bonus_token_ids": numbers}
+        ),
+        "from logits, the draft's statistics given": Inputs(
+            **flat | {"sampling": Sampling(), "draft_stats": RowStats(torch.zeros(3, 8))}
+        ),
+    }  # fmt: skip
+
+
+def cases(target, brief=False):
+    """{case: Inputs or RowInputs}, every kernel in every dtype and layout that it is compiled for; on sm_90 `ways` too.
+
+    brief: fp32 and bf16 in rows that are read wide, alone.
+    """
+    numbers = torch.zeros(2, dtype=torch.int64)
+    found = {}
+    for dtype_name, dtype in DTYPES.items():
+        for layout, (V, stride) in LAYOUTS.items():
+            q, p = (torch.zeros(2, k, stride, dtype=dtype)[..., :V] for k in (5, 4))
+            batch = q, p, torch.zeros(2, 4, dtype=torch.int64), Cactus(0.5), numbers, numbers, None, 4, 2
+            name = f"{dtype_name}, {layout}"
+            found[f"probabilities, {name}"] = Inputs(*batch)
+            if layout == "odd, padded":
+                continue
+            cut = Sampling(0.7, top_k=20, top_p=0.9, min_p=0.1)
+            found[f"logits, {name}"] = Inputs(*batch, sampling=cut, draft_sampling=cut)
+            found[f"a draw, {name}"] = RowInputs(q[:, 0], cut, True, numbers, numbers)
+            if dtype_name == "fp32":
+                for label, rule in RULES.items():
+                    found[f"{label}, {name}"] = Inputs(*batch[:3], rule, *batch[4:])
+    if brief:
+        found = {name: inputs for name, inputs in found.items() if "aligned" in name and "fp16" not in name}
+    return found | (ways() if target == "sm_90" else {})
+
+
+def compile_all(target, brief):
+    """{case: {kernel: figures}} for one target, in this process."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    from cactus_kernels import rows_triton, verify_triton
+
+    class Driver:
+        def get_current_target(self):
+            return GPUTarget(*TARGETS[target])
+
+        def get_current_device(self):
+            return 0
+
+        def get_current_stream(self, device):
+            return 0
+
+    class Kernel:
+        def __init__(self, name, kernel):
+            self.name, self.kernel = name, kernel
+
+        def __getitem__(self, grid):
+            def launch(*args, **kwargs):
+                compiled = self.kernel.run(*args, grid=grid, warmup=True, **kwargs)
+                launched[self.name + (", cutting" if kwargs.get("CUT") else "")] = compiled
+
+            return launch
+
+    driver.set_active(Driver())
+    for name, module in KERNELS.items():
+        module = importlib.import_module(f"cactus_kernels.{module}")
+        setattr(module, name, Kernel(name, getattr(module, name)))
+    found = {}
+    for case, inputs in cases(target, brief).items():
+        launched = {}
+        if isinstance(inputs, RowInputs):
+            B = len(inputs.logits)
+            out = SampleOutput(torch.zeros(B, dtype=torch.int64), torch.zeros(B), RowStats.empty(B, device="cpu"))
+            rows_triton.row_stats(inputs, out)
+        else:
+            B, width = inputs.batch_size, inputs.max_draft_tokens + 1
+            ids = torch.zeros(B, width, dtype=inputs.draft_token_ids.dtype)
+            out = VerifyOutput(ids, torch.zeros(B, dtype=torch.int32), torch.zeros(B).bool(), torch.zeros(B).double())
+            verify_triton.verify(inputs, out, None)
+        found[case] = {name: of(kernel.asm) for name, kernel in launched.items()}
+    return found
+
+
+def of(asm):
+    """Figures of a compiled kernel."""
+    return of_amd(asm["amdgcn"]) if "amdgcn" in asm else of_nvidia(asm)
+
+
+def of_nvidia(asm):
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(asm["cubin"])
+        usage = subprocess.run(
+            [tools / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True, check=True
+        ).stdout
+        sass = subprocess.run([tools / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
+    registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+) \S+ LOCAL:(\d+)", usage).groups()
+    # The loads of verification's streaming loops are those that are first to leave the cache (EF).
+    loads = re.findall(r"LDG\.E\S*", sass)
+    streaming = [load for load in loads if ".EF" in load]
+    return {
+        "registers": int(registers),
+        "spilled bytes": int(stack) + int(local),
+        "wide loads": sum(load.endswith(".128") for load in loads),
+        "wide streaming loads": sum(load.endswith(".128") for load in streaming),
+        "narrow streaming loads": sum(not load.endswith(".128") for load in streaming),
+        "inexact": re.findall(r"\S*(?:fma|\.ftz|div\.full|\.approx)\S*", asm["ptx"]),
+    }
+
+
+def of_amd(assembly):
+    wide = len(re.findall(r"(?:global|buffer)_load_dwordx4\b", assembly))
+    return {
+        "registers": int(re.search(r"\.vgpr_count:\s*(\d+)", assembly)[1]),
+        "spilled bytes": int(re.search(r"\.private_segment_fixed_size:\s*(\d+)", assembly)[1]),
+        "wide loads": wide,
+        "wide streaming loads": wide,
+        "narrow streaming loads": 0,  # nothing tells them from the masked loads
+        "inexact": [],
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if sys.argv[1:]:
+        print(json.dumps(compile_all(sys.argv[1], "brief" in sys.argv[2:])))
+    else:
+        print(table({target: figures(target) for target in TARGETS}), end="")
