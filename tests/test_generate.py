@@ -230,6 +230,20 @@ def test_processed_rows_keep_the_law_of_the_processed_target(settings, warpers):
     assert p_value(tokens, markov_law(rows, 3, 2)) > exact.FALSE_ALARM
 
 
+@pytest.mark.parametrize("name", ["min-p", "typical", "epsilon", "eta"])
+def test_cactus_keeps_its_law_on_processed_rows(name):
+    """Truncations that the paper did not try: both models' rows are processed, and delta acts on what is left."""
+    settings, warpers = WARPED[name]
+    models = table_pair(8, seed=1)
+    scores = [LogitsProcessorList(warpers)(None, model.table.detach().clone()) for model in models]
+    q, p = (x.double().softmax(-1).numpy() for x in scores)
+    law = loop_law(p, q, 0.3, 3, 3, 2)
+    assert np.abs(law - markov_law(q, 3, 3)).sum() > 0.05
+    assert np.abs(law - loop_law(*map(rows_of, models[::-1]), 0.3, 3, 3, 2)).sum() > 0.05
+    tokens = sampled(*models, rule=Cactus(0.3), max_new_tokens=3, num_assistant_tokens=2, **settings)
+    assert p_value(tokens, law) > exact.FALSE_ALARM
+
+
 def test_a_processor_that_reads_the_text_keeps_its_law():
     target, draft = table_pair(6)
     penalty = hf.RepetitionPenaltyLogitsProcessor(2.0)
