@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 
 from . import clip, rules
+from .layout_triton import dense, input_strides
 from .row_statistics_triton import drafted_row
-from .rows_triton import dense, input_strides, is_bad
+from .row_triton import is_bad
 from .rules import elementary
 
 ONE = tl.constexpr(clip.ONE)

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 from . import row_statistics, rules
-from .rows_triton import dense, input_strides, is_bad, span_of
+from .layout_triton import dense, input_strides, span_of
+from .row_triton import is_bad
 from .rules import elementary
 
 ONE = tl.constexpr(row_statistics.ONE)

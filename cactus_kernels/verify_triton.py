@@ -13,158 +13,19 @@ import torch
 import triton
 import triton.language as tl
 
-from . import clip_triton, philox, race_torch, row_statistics_triton, rules, verify_torch
+from . import clip_triton, philox, race_torch, row_statistics_triton, rules
+from .layout_triton import dense, input_strides, is_aligned, lanes, row_strides, span_of
 from .race_triton import BAD, CHUNK, LOWEST, ONE, race, row_at, stream_of, uniform
-from .rows_triton import (
-    BLOCKS,
-    NUM_WARPS,
-    dense,
-    input_strides,
-    is_aligned,
-    is_bad,
-    lanes,
-    load_stats,
-    prob,
-    reduce_rows,
-    row_strides,
-    span_of,
-    with_own,
-    with_scratch,
-)
+from .row_triton import is_bad, load_stats
+from .rows_triton import BLOCKS, NUM_WARPS, reduce_rows
 from .rules import Capped
 from .sampling import COLUMNS, INVERSE_TEMPERATURE, RowStats
+from .scan_triton import RESIDUAL, REST, SPLIT_CHUNKS, TARGET, chunk_weights, load, scan
+from .scratch import with_own, with_scratch
 
-TARGET, RESIDUAL, REST = (
-    tl.constexpr(kind) for kind in (verify_torch.TARGET, verify_torch.RESIDUAL, verify_torch.REST)
-)
 ACCEPT = tl.constexpr(philox.ACCEPT)
-SPLIT_CHUNKS = tl.constexpr(256)  # chunks one block can hold sums of: V <= 262,144 in one split
 MOST, UNIT = tl.constexpr(rules.MOST), tl.constexpr(rules.UNIT)
 _spend, _cap = (rules.bind(f, tl, triton.jit) for f in (rules.spend, rules.cap))
-
-
-@triton.jit
-def _load(rows, at, token, mask, stats):
-    """fp32 probabilities of tokens, 0 where the mask is False. at: their offsets. stats: (), or `load_stats` of logits."""
-    if len(stats) == 0:
-        return tl.load(rows + at, mask=mask, other=0.0).to(tl.float32)
-    else:
-        return prob(tl.load(rows + at, mask=mask, other=-float("inf")).to(tl.float32), token, stats)
-
-
-@triton.jit
-def _stream(row, at, token, stats):
-    """The same without a mask, for what is read once."""
-    x = tl.load(row + at, eviction_policy="evict_first").to(tl.float32)
-    if len(stats) == 0:
-        return x
-    else:
-        return prob(x, token, stats)
-
-
-@triton.jit
-def _fixed_weight(q, p, q_n, p_n, strengths, H: tl.constexpr, KIND: tl.constexpr):
-    """Weights of tokens that are not n, in units of 2^-52. strengths: after the tuple of statistics."""
-    w = q
-    if KIND != TARGET:
-        w = H(q, q_n, p_n, False, *strengths)
-    if KIND == RESIDUAL:
-        w = tl.maximum(w - p, 0.0)
-    return (w * ONE).to(tl.int64)
-
-
-@triton.jit
-def _sums(
-    rows, first, q_end, p_end, q_n, p_n, strengths, H: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
-    WARPS: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr, VEC: tl.constexpr
-):  # fmt: skip
-    """STEP tokens of each of WARPS chunks, `first` being the first: their sums int64 [WARPS], bad ones int32 [WARPS, LANES]."""
-    # The order of the axes makes triton give a lane VEC neighbours and a warp one chunk, so that no warp waits for another.
-    repeat = tl.arange(0, STEP // (LANES * VEC))[:, None, None, None] * (LANES * VEC)
-    warp = tl.arange(0, WARPS)[None, :, None, None] * CHUNK
-    lane = tl.arange(0, LANES)[None, None, :, None] * VEC
-    token = repeat + warp + lane + tl.arange(0, VEC)[None, None, None, :]
-    q_row, p_row, q_stats, p_stats = rows
-    p = 0.0
-    if MASKED:
-        q = _load(q_row + first, token, token + first, token < q_end - first, q_stats)
-        if KIND == RESIDUAL:
-            p = _load(p_row + first, token, token + first, token < p_end - first, p_stats)
-    else:
-        q = _stream(q_row + first, token, token + first, q_stats)
-        if KIND == RESIDUAL:
-            p = _stream(p_row + first, token, token + first, p_stats)
-    # Of logits, the statistics say whether a row is bad.
-    bad = tl.zeros_like(q) != 0.0
-    if len(q_stats) == 0:
-        bad = is_bad(q)
-    if KIND == RESIDUAL:
-        if len(p_stats) == 0:
-            bad = bad | is_bad(p)
-    weights = _fixed_weight(q, p, q_n, p_n, strengths, H, KIND)
-    if MASKED:
-        weights = tl.where(token < q_end - first, weights, 0)  # a rule may give mass to tokens without any
-    return tl.sum(tl.sum(tl.sum(weights, 3), 0), 1), tl.sum(tl.sum(bad.to(tl.int32), 3), 0)
-
-
-@triton.jit
-def _scan(
-    rows, drafted, first, end, V, V_draft, stream, strengths, H: tl.constexpr, KIND: tl.constexpr,
-    PURPOSE: tl.constexpr, WARPS: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr, VEC: tl.constexpr
-):  # fmt: skip
-    """The word of the race between chunks first .. end - 1, at most SPLIT_CHUNKS.
-
-    rows: pointers to the rows, [V] and [V_draft], and for each () or its `load_stats`. drafted: (n, its q and p).
-    """
-    n, q_at_n, p_at_n = drafted
-    q_n, p_n = tl.minimum(q_at_n, 1.0), tl.minimum(p_at_n, 1.0)
-    q_end = tl.minimum(end * CHUNK, V)
-    p_end = q_end
-    if KIND == RESIDUAL:
-        p_end = tl.minimum(q_end, V_draft)
-    rounds = tl.cdiv(end - first, WARPS)
-    full = tl.minimum(tl.maximum(p_end // CHUNK - first, 0) // WARPS, rounds)
-    column = tl.arange(0, SPLIT_CHUNKS // WARPS)[None, :]
-    sums = tl.zeros((WARPS, SPLIT_CHUNKS // WARPS), tl.int64)
-    bad = tl.zeros((WARPS, LANES), tl.int32)
-    STEPS: tl.constexpr = CHUNK // STEP
-    for t in range(0, full * STEPS):
-        token = (first + t // STEPS * WARPS) * CHUNK + (t - t // STEPS * STEPS) * STEP
-        s, b = _sums(rows, token, q_end, p_end, q_n, p_n, strengths, H, KIND, False, WARPS, LANES, STEP, VEC)
-        sums += tl.where(column == t // STEPS, s[:, None], 0)
-        bad += b
-    # The tail is masked, which takes registers: shorter steps make up for them.
-    TAIL_VEC: tl.constexpr = 4 if VEC > 4 else VEC
-    TAIL: tl.constexpr = 4 * LANES
-    TAILS: tl.constexpr = CHUNK // TAIL
-    for t in range(full * TAILS, rounds * TAILS):
-        token = (first + t // TAILS * WARPS) * CHUNK + (t - t // TAILS * TAILS) * TAIL
-        s, b = _sums(rows, token, q_end, p_end, q_n, p_n, strengths, H, KIND, True, WARPS, LANES, TAIL, TAIL_VEC)
-        sums += tl.where(column == t // TAILS, s[:, None], 0)
-        bad += b
-    chunk = first + column * WARPS + tl.arange(0, WARPS)[:, None]
-    if KIND != TARGET:
-        # The drafted token weighs nothing: what the loop added for it is taken off again, exactly.
-        added = _fixed_weight(q_at_n, p_at_n, q_n, p_n, strengths, H, KIND)
-        sums -= tl.where(chunk == tl.where(n < V, n // CHUNK, -1), added, 0)
-    bad = tl.sum(bad).to(tl.int64)
-    word = race(tl.where(chunk < end, sums, 0), chunk, stream, PURPOSE, bad)
-    return tl.where(bad > 0, BAD, word)
-
-
-@triton.jit
-def _chunk_weights(
-    rows, drafted, chunk, q_end, p_end, strengths, H: tl.constexpr, RESIDUE: tl.constexpr
-):  # fmt: skip
-    """fp32 weights of one chunk [CHUNK]. Rows end at q_end and p_end: a p_end of 0 leaves the rest, h without n."""
-    n, q_at_n, p_at_n = drafted
-    token = chunk * CHUNK + tl.arange(0, CHUNK)
-    q_row, p_row, q_stats, p_stats = rows
-    w = _load(q_row, token, token, token < q_end, q_stats)
-    w = tl.where(n >= 0, H(w, tl.minimum(q_at_n, 1.0), tl.minimum(p_at_n, 1.0), False, *strengths), w)
-    if RESIDUE == RESIDUAL:
-        w -= _load(p_row, token, token, token < p_end, p_stats)
-    return tl.where((token == n) | (token >= q_end), 0.0, tl.maximum(w, 0.0))
 
 
 @triton.jit
@@ -230,11 +91,11 @@ def verify_kernel(
     real = (ids >= 0) & (ids < V)
     q_at = wide * strides[0] + row * strides[1] + ids
     if target_stats is None:
-        q = _load(target, q_at, ids, real, ())
+        q = load(target, q_at, ids, real, ())
     else:
         # A row past the draft's end counts too, where it is there.
         counts = j < length + (bonus_token_ids is None)
-        q = _load(
+        q = load(
             target, q_at, ids, real, load_stats(target_stats, wide * stats_strides[0] + j * stats_strides[1], counts)
         )
     real = (ids >= 0) & (ids < V_draft)
@@ -242,14 +103,14 @@ def verify_kernel(
     if draft is None:
         p = tl.full((BLOCK_M,), 1.0, tl.float32)
     elif draft_stats is None:
-        p = _load(draft, p_at, ids, real, ())
+        p = load(draft, p_at, ids, real, ())
     else:
         # Statistics that came with the draft lie as its rows do, others by request.
         if STATS_GIVEN:
             stats_at = slot * stats_strides[2] + draft_start * stats_strides[3]
         else:
             stats_at = wide * stats_strides[2]
-        p = _load(draft, p_at, ids, real, load_stats(draft_stats, stats_at + j * stats_strides[3], ids >= 0))
+        p = load(draft, p_at, ids, real, load_stats(draft_stats, stats_at + j * stats_strides[3], ids >= 0))
     bad = (ids < -1) | (ids >= tl.maximum(V, V_draft)) | is_bad(q) | is_bad(p)
     q_n, p_n = tl.minimum(q, 1.0), tl.minimum(p, 1.0)
     at = position + j
@@ -315,11 +176,11 @@ def verify_kernel(
     first = split * share
     end = tl.where(given, first, tl.minimum(first + share, tl.cdiv(V, CHUNK)))
     if rejected:
-        word = _scan(
+        word = scan(
             rows, drafted, first, end, V, V_draft, stream, values, G, RESIDUE, PICK_CHUNK, WARPS, LANES, STEP, VEC
         )  # fmt: skip
     else:
-        word = _scan(
+        word = scan(
             rows, drafted, first, end, V, V_draft, stream, values, G, TARGET, PICK_CHUNK, WARPS, LANES, STEP, VEC
         )  # fmt: skip
     word = tl.where(bad_request, BAD, word)
@@ -335,7 +196,7 @@ def verify_kernel(
             # No residual, by rounding or bad input: what is left of h without n. Rare, so one chunk at a time will do.
             p_end = 0 * p_end
             for c in range(0, tl.cdiv(V, CHUNK)):
-                w = _chunk_weights(rows, drafted, c, V, p_end, values, G, RESIDUE)
+                w = chunk_weights(rows, drafted, c, V, p_end, values, G, RESIDUE)
                 total = tl.sum((w * ONE).to(tl.int64), 0) + tl.zeros((1,), tl.int64)
                 word = tl.maximum(word, race(total, c + tl.arange(0, 1), stream, PICK_CHUNK, word))
         ok = (word > 0) & (word < BAD)
@@ -353,7 +214,7 @@ def verify_kernel(
         chunk = (word & LOWEST) ^ LOWEST
         drawn = ok & (given == 0)
         q_end, p_end = tl.where(drawn, V, 0), tl.where(drawn, p_end, 0)
-        w = _chunk_weights(rows, drafted, chunk, q_end, p_end, values, G, RESIDUE)
+        w = chunk_weights(rows, drafted, chunk, q_end, p_end, values, G, RESIDUE)
         winner = race(w, tl.arange(0, CHUNK), stream, PICK_TOKEN, word)
         winner = chunk * CHUNK + ((winner & LOWEST) ^ LOWEST)
         if bonus_token_ids is not None:
