@@ -111,7 +111,7 @@ class DraftSampler:
         """seed, offset: int64 [B]. count: rows to be drawn. sampling, backend: as in `sample`."""
         self.seed, self.offset, self.count, self.sampling, self.backend = seed, offset, count, sampling, backend
         self.in_torch = choose_backend(backend, seed.device) == "torch"
-        self.settings = rows_torch.Settings(sampling, len(seed)) if self.in_torch else None
+        self.settings = rows_torch.Settings.of(sampling, len(seed)) if self.in_torch else None
         self.noise = {}
 
     def __call__(self, logits, j) -> SampleOutput:

@@ -3,6 +3,8 @@
 A few rows at a time come to the host, as fp32 tensors; torch and numpy share their memory, and each does what it does faster.
 """
 
+import functools
+
 import numpy as np
 import torch
 
@@ -135,6 +137,13 @@ def keep(weights, logits, stats):
 class Settings:
     """A `Sampling` on the host, for every request: arrays [B], and what follows from them."""
 
+    @classmethod
+    def of(cls, sampling, batch_size):
+        """The same each time for a sampling of numbers: they are not to be written to."""
+        if any(isinstance(value, torch.Tensor) for value in sampling.settings()):
+            return cls(sampling, batch_size)
+        return _settings_of_numbers(sampling, batch_size)
+
     def __init__(self, sampling, batch_size):
         values = []
         for name, value in zip(SETTINGS, sampling.settings(), strict=True):
@@ -150,6 +159,11 @@ class Settings:
         self.some_truncate = bool(self.truncates.any())
         with np.errstate(divide="ignore", invalid="ignore"):
             self.log_min_p = np.log(self.min_p)
+
+
+@functools.lru_cache(maxsize=64)
+def _settings_of_numbers(sampling, batch_size):
+    return Settings(sampling, batch_size)
 
 
 def reduced(rows, request, position, settings, entropy=False, visit=None):
@@ -264,7 +278,7 @@ def _column(values):
 def row_stats(inputs, out, scratch=None):
     """Write the statistics of `inputs` (a checked `rows.RowInputs`) to `out.stats`; draw from the rows if it has a seed."""
     B, vocab_size = inputs.logits.shape
-    settings = Settings(inputs.sampling, B)
+    settings = Settings.of(inputs.sampling, B)
     if inputs.seed is None:
         every = np.arange(B)
         stats = reduced(_plain_rows(inputs.logits), every, every, settings, inputs.entropy)

@@ -265,7 +265,7 @@ def _target_rows(inputs, num_drafted, first):
     if inputs.sampling is None:
         return ProbRows(rows, index)
     counts = np.arange(inputs.max_draft_tokens + 1) < num_drafted[:, None] + has_bonus
-    return ReducedRows(rows, index, counts, Settings(inputs.sampling, len(counts)))
+    return ReducedRows(rows, index, counts, Settings.of(inputs.sampling, len(counts)))
 
 
 def _draft_rows(inputs, n, first):
@@ -286,4 +286,4 @@ def _draft_rows(inputs, n, first):
         return LogitRows(rows, index, _host(inputs.draft_stats.packed, np.float32), index)
     if inputs.draft_sampling is None:
         return ProbRows(rows, index)
-    return ReducedRows(rows, index, n >= 0, Settings(inputs.draft_sampling, len(n)))
+    return ReducedRows(rows, index, n >= 0, Settings.of(inputs.draft_sampling, len(n)))
