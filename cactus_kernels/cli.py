@@ -7,13 +7,10 @@ from secrets import randbits
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+
+from . import terminal
 
 PROGRAM = "cactus-kernels"
-# What a model writes must not steer the terminal.
-CONTROLS = {c: "\N{REPLACEMENT CHARACTER}" for c in (*range(32), *range(127, 160)) if chr(c) not in "\n\t"}
 ARGUMENT_ERRORS = (TypeError, ValueError, RuntimeError)
 UsageError = typer.BadParameter.__base__  # what typer raises for arguments it cannot parse; no public name
 
@@ -132,7 +129,7 @@ def generate(
     converse = chat and prompt is None and messages is None
     if converse and (compare or json):
         raise Failure("--compare and --json take one message: give it as the prompt", 2)
-    with _status("loading"):
+    with terminal.status("loading"):
         from huggingface_hub.utils import logging as hub_logging
         from transformers.utils import logging
 
@@ -174,45 +171,45 @@ def generate(
         if on.type != "cpu" and not compare:
             runs.warm_up(pair, ids, settings)
         if converse:
-            talk.converse(pair, settings, conversation[:-1], thinking, write=_write)
+            talk.converse(pair, settings, conversation[:-1], thinking, write=terminal.write)
             return
         if compare:
             results = runs.compare(pair, ids, settings)
         else:
             if not json and conversation is None:
                 typer.secho(text, dim=True, nl=False)
-            results = [runs.run_speculative(pair, ids, settings, write=None if json else _write)]
+            results = [runs.run_speculative(pair, ids, settings, write=None if json else terminal.write)]
     speeds = [run.tokens_per_second / results[0].tokens_per_second for run in results]
     if json and compare:
         rows = [run.to_dict() | {"speed": speed} for run, speed in zip(results, speeds, strict=True)]
-        _print_json(described | {"runs": rows})
+        terminal.print_json(described | {"runs": rows})
     elif json:
-        _print_json(described | results[0].to_dict())
+        terminal.print_json(described | results[0].to_dict())
     elif compare:
-        _print_comparison(results, speeds, described["settings"], runs.why_slower(results))
+        terminal.print_comparison(results, speeds, described["settings"], runs.why_slower(results))
     else:
         typer.echo("\n")
-        _print_run(results[0], described["settings"])
+        terminal.print_run(results[0], described["settings"])
 
 
 @app.command()
 def info(json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False):
     """Versions, devices, and the backend that verification takes on each."""
-    with _status("looking"):
+    with terminal.status("looking"):
         from .environment import environment
 
         found = environment()
     if json:
-        _print_json(found)
+        terminal.print_json(found)
         return
-    table = _table("", "")
+    table = terminal.table("", "")
     for name, value in found.items():
         if name != "devices":
             table.add_row(name, value or "not installed")
     for each in found["devices"]:
         table.add_row(each["device"], each["name"])
         table.add_row("", f"{each['backend'] or 'no backend'}: {each['why']}")
-    _console().print(table)
+    terminal.console().print(table)
 
 
 @app.command()
@@ -223,17 +220,17 @@ def check(
     seed: Annotated[int | None, typer.Option(help="Repeats a check.", show_default="random, and printed")] = None,
 ):
     """Test verification on this machine: the same bits as the reference, and tokens that follow their exact law."""
-    with _status("loading"), _one_line(2, *ARGUMENT_ERRORS):
+    with terminal.status("loading"), _one_line(2, *ARGUMENT_ERRORS):
         from . import runs, selfcheck
 
         plan = selfcheck.Plan(minutes, runs.find_device(device), backend, randbits(32) if seed is None else seed)
     typer.echo(plan)
-    with _progress() as progress:
+    with terminal.progress() as progress:
         report = selfcheck.run(plan, progress)
-    table = _table("test", "size", "result")
+    table = terminal.table("test", "size", "result")
     for row in report.rows:
         table.add_row(*row)
-    _console().print(table)
+    terminal.console().print(table)
     typer.echo(report.note)
     typer.echo("\n".join([f"failed: {failure}" for failure in report.failures] or ["ok"]))
     raise typer.Exit(1 if report.failures else 0)
@@ -269,7 +266,7 @@ def frontier(
     """What each rule accepts and how far it strays from the target: exact laws at the positions of a text."""
     if max_kl is not None and min_accept is not None:
         raise Failure("--max-kl and --min-accept are two questions: give one", 2)
-    with _status("loading"), _one_line(2, *ARGUMENT_ERRORS, ImportError):
+    with terminal.status("loading"), _one_line(2, *ARGUMENT_ERRORS, ImportError):
         from transformers.utils import logging
 
         from . import frontier as measurement
@@ -287,7 +284,7 @@ def frontier(
             report.check_plot(plot)
         on = runs.find_device(device)
         pair = runs.load_pair(model, draft, runs.find_dtype(dtype, on), on)
-    with _progress() as progress, _one_line(1, ValueError):
+    with terminal.progress() as progress, _one_line(1, ValueError):
         found = measurement.measure(pair, documents, settings, progress)
     described = pair.to_dict() | {"text": text or "word problems of the package"} | settings.to_dict()
     if json:
@@ -296,23 +293,19 @@ def frontier(
             file.write(jsonlib.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n")
     if plot:
         with report.replacing(plot) as file:
-            report.plot(found, f"{_models(described)}; {settings}", file, plot)
-    table = _table(*report.COLUMNS)
+            report.plot(found, f"{terminal.models(described)}; {settings}", file, plot)
+    table = terminal.table(*report.COLUMNS)
     for row in report.rows(found):
         table.add_row(*row)
-    console = _console()
+    console = terminal.console()
     console.print(table)
-    console.print(f"\n{_models(described)}; {settings}. {report.notes(found)}\n")
+    console.print(f"\n{terminal.models(described)}; {settings}. {report.notes(found)}\n")
     typer.echo(goal.answer(found))
     raise typer.Exit(0 if found.complete else 130)
 
 
 def _stdin():
     return sys.stdin.buffer.read().decode().removesuffix("\n")
-
-
-def _write(piece):
-    typer.echo(piece.translate(CONTROLS), nl=False)
 
 
 @contextmanager
@@ -332,100 +325,3 @@ def _fail(message, code):
     line = " ".join(message.split())
     print(f"{PROGRAM}: {line}", file=sys.stderr)
     sys.exit(code)
-
-
-def _console(stderr=False):
-    return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
-
-
-def _status(what):
-    """A word on what takes time, on a terminal only, gone when it is done."""
-    return _console(stderr=True).status(f"{what} ...")
-
-
-@contextmanager
-def _progress():
-    """A bar on a terminal: a function to tell what is done and the share that is over."""
-    console = _console(stderr=True)
-    if not console.is_terminal:
-        yield lambda what, share: None
-        return
-    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=1.0)
-        yield lambda what, share: bar.update(task, description=what, completed=share)
-
-
-def _table(*columns, **kwargs):
-    table = Table(box=None, pad_edge=False, show_header=any(columns), padding=(0, 2, 0, 0), **kwargs)
-    for i, name in enumerate(columns):
-        table.add_column(
-            name, style="bold" if i == 0 else None, no_wrap=i == 0, justify="right" if i and name else "left"
-        )
-    return table
-
-
-def _print_json(value):
-    typer.echo(jsonlib.dumps(value, ensure_ascii=False, allow_nan=False))
-
-
-def _print_run(run, settings):
-    stats = run.stats
-    rows = {"decoding": _decoding(run.decoding, settings)}
-    rows["tokens"] = f"{len(run.token_ids)} in {run.seconds:.2f} s, {run.tokens_per_second:.1f} a second"
-    rows["target forwards"] = f"{stats.target_forwards}, {run.tokens_per_forward:.2f} tokens each"
-    rows["acceptance rate"] = (
-        f"{_percent(run.acceptance_rate)}, {sum(stats.accepted)} of {sum(stats.drafted)} drafted tokens"
-    )
-    rows["time"] = ", ".join(f"{name} {_percent(part / run.seconds)}" for name, part in run.time_split.items())
-    caches = f"caches {_megabytes(stats.target_cache_bytes + stats.draft_cache_bytes)}"
-    peak = "" if stats.peak_memory_bytes is None else f"; at most {_megabytes(stats.peak_memory_bytes)} in all"
-    rows["memory"] = f"{caches}{peak}"
-    rows["models"] = _models(settings)
-    if not settings["greedy"]:
-        rows["seed"] = str(settings["seed"])
-    table = _table("", "")
-    for row in rows.items():
-        table.add_row(*row)
-    _console().print(table)
-
-
-def _print_comparison(results, speeds, settings, why_slower):
-    table = _table("decoding", "tokens", "seconds", "tokens/s", "tokens/forward", "accepted", "speed")
-    for run, speed in zip(results, speeds, strict=True):
-        table.add_row(
-            _decoding(run.decoding, settings),
-            str(len(run.token_ids)),
-            f"{run.seconds:.2f}",
-            f"{run.tokens_per_second:.1f}",
-            f"{run.tokens_per_forward:.2f}",
-            _percent(run.acceptance_rate),
-            f"{speed:.2f}x",
-        )
-    console = _console()
-    console.print(table)
-    seed = "greedy" if settings["greedy"] else f"seed {settings['seed']}"
-    drafts = settings["prompt_lookup_num_tokens"] or settings["num_assistant_tokens"]
-    notes = [f"{_models(settings)}; {drafts} drafted tokens a round; {seed}."]
-    notes.append("All are timed to the same number of tokens, past the end of the text.")
-    if settings["delta"]:
-        notes.append("sps follows the target's distribution, as plain decoding does; cactus is lossy.")
-    console.print("\n" + "\n".join(notes))
-    if why_slower:
-        console.print(f"\n{why_slower}")
-
-
-def _decoding(name, settings):
-    return f"cactus, delta {settings['delta']:g}" if name == "cactus" else name
-
-
-def _models(settings):
-    return f"{settings['model']}, {settings['draft']}; {settings['device']}, {settings['dtype']}"
-
-
-def _megabytes(size):
-    return f"{size / 2**20:.1f} MiB"
-
-
-def _percent(share):
-    return "-" if share is None else f"{100 * share:.0f} %"

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 import torch
 from transformers.utils import logging
 
-from cactus_kernels import cli, philox, runs, selfcheck
+from cactus_kernels import cli, philox, runs, selfcheck, terminal
 from cactus_kernels.assets import embedded_pair
 
 SHORT = ["--max-new-tokens", "24", "--seed", "1"]
@@ -92,7 +92,7 @@ def test_text_then_a_table(generate):
     out = generate(PROMPT, *SHORT)
     result = generate(PROMPT, *SHORT, "--json")
     text, table = out.split("\n\ndecoding")
-    assert text == PROMPT + result["text"].translate(cli.CONTROLS)
+    assert text == PROMPT + result["text"].translate(terminal.CONTROLS)
     for row in (
         "cactus, delta 1",
         f"{result['tokens']} in ",

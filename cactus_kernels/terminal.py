@@ -1,0 +1,116 @@
+"""What the command prints: text, tables, bars, JSON."""
+
+import json
+from contextlib import contextmanager
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+# What a model writes must not steer the terminal.
+CONTROLS = {c: "\N{REPLACEMENT CHARACTER}" for c in (*range(32), *range(127, 160)) if chr(c) not in "\n\t"}
+
+
+def write(piece):
+    typer.echo(piece.translate(CONTROLS), nl=False)
+
+
+def console(stderr=False):
+    made = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    if not made.is_terminal:
+        made.width = max(made.width, 120)  # a file or a pipe has no edge
+    return made
+
+
+def status(what):
+    """A word on what takes time, on a terminal only, gone when it is done."""
+    return console(stderr=True).status(f"{what} ...")
+
+
+@contextmanager
+def progress():
+    """A bar on a terminal: a function to tell what is done and the share that is over."""
+    errors = console(stderr=True)
+    if not errors.is_terminal:
+        yield lambda what, share: None
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=errors, transient=True) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda what, share: bar.update(task, description=what, completed=share)
+
+
+def table(*columns, **kwargs):
+    made = Table(box=None, pad_edge=False, show_header=any(columns), padding=(0, 2, 0, 0), **kwargs)
+    for i, name in enumerate(columns):
+        made.add_column(
+            name, style="bold" if i == 0 else None, no_wrap=i == 0, justify="right" if i and name else "left"
+        )
+    return made
+
+
+def print_json(value):
+    typer.echo(json.dumps(value, ensure_ascii=False, allow_nan=False))
+
+
+def print_run(run, settings):
+    stats = run.stats
+    rows = {"decoding": _decoding(run.decoding, settings)}
+    rows["tokens"] = f"{len(run.token_ids)} in {run.seconds:.2f} s, {run.tokens_per_second:.1f} a second"
+    rows["target forwards"] = f"{stats.target_forwards}, {run.tokens_per_forward:.2f} tokens each"
+    rows["acceptance rate"] = (
+        f"{_percent(run.acceptance_rate)}, {sum(stats.accepted)} of {sum(stats.drafted)} drafted tokens"
+    )
+    rows["time"] = ", ".join(f"{name} {_percent(part / run.seconds)}" for name, part in run.time_split.items())
+    caches = f"caches {_megabytes(stats.target_cache_bytes + stats.draft_cache_bytes)}"
+    peak = "" if stats.peak_memory_bytes is None else f"; at most {_megabytes(stats.peak_memory_bytes)} in all"
+    rows["memory"] = f"{caches}{peak}"
+    rows["models"] = models(settings)
+    if not settings["greedy"]:
+        rows["seed"] = str(settings["seed"])
+    lines = table("", "")
+    for row in rows.items():
+        lines.add_row(*row)
+    console().print(lines)
+
+
+def print_comparison(results, speeds, settings, why_slower):
+    lines = table("decoding", "tokens", "seconds", "tokens/s", "tokens/forward", "accepted", "speed")
+    for run, speed in zip(results, speeds, strict=True):
+        lines.add_row(
+            _decoding(run.decoding, settings),
+            str(len(run.token_ids)),
+            f"{run.seconds:.2f}",
+            f"{run.tokens_per_second:.1f}",
+            f"{run.tokens_per_forward:.2f}",
+            _percent(run.acceptance_rate),
+            f"{speed:.2f}x",
+        )
+    out = console()
+    out.print(lines)
+    seed = "greedy" if settings["greedy"] else f"seed {settings['seed']}"
+    drafts = settings["prompt_lookup_num_tokens"] or settings["num_assistant_tokens"]
+    notes = [f"{models(settings)}; {drafts} drafted tokens a round; {seed}."]
+    notes.append("All are timed to the same number of tokens, past the end of the text.")
+    if settings["delta"]:
+        notes.append("sps follows the target's distribution, as plain decoding does; cactus is lossy.")
+    out.print("\n" + "\n".join(notes))
+    if why_slower:
+        out.print(f"\n{why_slower}")
+
+
+def _decoding(name, settings):
+    return f"cactus, delta {settings['delta']:g}" if name == "cactus" else name
+
+
+def models(settings):
+    return f"{settings['model']}, {settings['draft']}; {settings['device']}, {settings['dtype']}"
+
+
+def _megabytes(size):
+    return f"{size / 2**20:.1f} MiB"
+
+
+def _percent(share):
+    return "-" if share is None else f"{100 * share:.0f} %"
