@@ -5,6 +5,8 @@ request's 64-bit seed, the counter is (index, purpose, low and high word of offs
 or split can change a sample.
 """
 
+import functools
+
 import numpy as np
 import torch
 
@@ -80,9 +82,14 @@ def request_seeds(seed, batch_size, device):
     return r0 | (r1 << 32)
 
 
+@functools.lru_cache(maxsize=64)
+def _seeds_of_int(seed, batch_size):
+    return request_seeds(seed, batch_size, "cpu")
+
+
 def streams(seed, offset, batch_size):
-    """Seed and offset of every request as int64 arrays [B], from ints or tensors [B]."""
-    seed = request_seeds(seed, batch_size, "cpu") if isinstance(seed, int) else seed
+    """Seed and offset of every request as int64 arrays [B], not to be written to, from ints or tensors [B]."""
+    seed = _seeds_of_int(seed, batch_size) if isinstance(seed, int) else seed
     offset = np.full(batch_size, offset, dtype=np.int64) if isinstance(offset, int) else _numpy(offset)
     return _numpy(seed), offset
 
