@@ -36,7 +36,7 @@ def pair():
     draft.lm_head.weight.data += 0.1 * draft.lm_head.weight.data.std() * torch.randn_like(draft.lm_head.weight)
     for model in (target, draft):
         model.generation_config = GenerationConfig(do_sample=True, top_k=0, pad_token_id=0)
-    draft_always(draft, M)
+    draft_always(draft.generation_config, M)
     return target, draft
 
 

@@ -13,6 +13,7 @@ where they are installed.
 """
 
 import argparse
+import copy
 import importlib.util
 import json
 import statistics
@@ -26,7 +27,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from cactus_kernels import speculative_generate
 
 V, M, SILENT = 8_192, 5, 34
-NEW_TOKENS = {1: 128, 8: 64}  # by the number of requests
+NEW_TOKENS = {1: 256, 8: 64}  # by the number of requests
 HEAD_SCALE, HEAD_NOISE = 6.0, 0.3
 SLOW = 60.0  # seconds
 
@@ -50,7 +51,6 @@ def pair(silent=SILENT):
         draft.lm_head.weight.add_(HEAD_NOISE * draft.lm_head.weight.std() * noise)
     for model in (target, draft):
         model.generation_config = GenerationConfig(do_sample=True, top_k=0, pad_token_id=0)
-    draft_always(draft, M)
     return target, draft
 
 
@@ -87,8 +87,14 @@ def plain(target, draft):
     return generate
 
 
-def assisted(target, draft):
+def assisted(target, draft, always):
+    """always: whether it drafts M tokens in every round; else it decides, by the draft's confidence."""
+    config = copy.deepcopy(draft.generation_config)
+    if always:
+        draft_always(config, M)
+
     def generate(ids, mask, seed):
+        draft.generation_config = config
         torch.manual_seed(seed)
         return target.generate(ids, attention_mask=mask, max_new_tokens=NEW_TOKENS[len(ids)], assistant_model=draft)
 
@@ -135,7 +141,8 @@ def ways(target, draft):
     """Each way to generate, by its name; and why others are left out."""
     found = {
         "plain generate": plain(target, draft),
-        "assisted generation": assisted(target, draft),
+        "assisted, 5 drafts": assisted(target, draft, always=True),
+        "assisted, as it comes": assisted(target, draft, always=False),
         "sps": ours("sps", target, draft),
         "cactus, delta 1": ours("cactus", target, draft),
     }
@@ -149,17 +156,21 @@ def ways(target, draft):
     return found, missing
 
 
-def tokens_per_second(found, rows, rounds):
-    """Medians over generations in turn after one warm-up: tokens a second of each way, None where it refuses the batch.
+def tokens_per_second(found, rows, rounds, target):
+    """Medians over generations in turn after one warm-up: tokens a second of each way, None where it refuses the batch; tokens of
+    a request for each forward pass of the target; and why a way refuses.
 
     What takes over a minute is timed once.
     """
     ids, mask = prompts(rows)
-    seconds, refused = {name: [] for name in found}, {}
+    seconds, forwards, refused = {name: [] for name in found}, {name: [] for name in found}, {}
+    calls = []
+    hook = target.register_forward_hook(lambda *_: calls.append(1))
     for i in range(rounds + 1):
         for name, generate in found.items():
             if name in refused or (seconds[name] and seconds[name][0] > SLOW):
                 continue
+            calls.clear()
             start = time.perf_counter()
             try:
                 generate(ids, mask, seed=i)
@@ -169,8 +180,11 @@ def tokens_per_second(found, rows, rounds):
             taken = time.perf_counter() - start
             if i or taken > SLOW:
                 seconds[name].append(taken)
+                forwards[name].append(len(calls))
+    hook.remove()
     rates = {name: rows * NEW_TOKENS[rows] / statistics.median(s) if s else None for name, s in seconds.items()}
-    return rates, refused
+    per_forward = {name: NEW_TOKENS[rows] / statistics.mean(f) if f else None for name, f in forwards.items()}
+    return rates, per_forward, refused
 
 
 def main():
@@ -185,19 +199,23 @@ def main():
         "overlap": overlap(target, draft),
         "threads": torch.get_num_threads(),
         "rates": {},
+        "tokens_per_forward": {},
     }
     print(f"torch {torch.__version__}, CPU, {result['threads']} thread(s), overlap {result['overlap']:.2f}")
     for line in missing:
         print(f"skipped: {line}")
     for rows in NEW_TOKENS:
-        rates, refused = tokens_per_second(found, rows, arguments.rounds)
+        rates, per_forward, refused = tokens_per_second(found, rows, arguments.rounds, target)
         print(f"\n{rows} request{'s' if rows > 1 else ''}, medians of {arguments.rounds}")
         for name, rate in rates.items():
             if rate is None:
-                print(f"{name:20} refused: {refused[name]}")
+                print(f"{name:22} refused: {refused[name]}")
             else:
-                print(f"{name:20} {rate:8.1f} tokens/s {rate / rates['plain generate']:6.2f} x plain generate")
-        result["rates"][rows] = rates
+                print(
+                    f"{name:22} {rate:8.1f} tokens/s {rate / rates['plain generate']:6.2f} x plain generate "
+                    f"{per_forward[name]:6.2f} tokens a forward pass"
+                )
+        result["rates"][rows], result["tokens_per_forward"][rows] = rates, per_forward
     print(json.dumps(result))
 
 

@@ -38,8 +38,7 @@ def transformers_verify(target_logits, draft_logits, draft_token_ids):
     return _speculative_sampling(draft_token_ids[None], draft_logits[None], m, target_logits[None])
 
 
-def draft_always(assistant_model, num_assistant_tokens):
-    """Make transformers' assisted generation draft a fixed number of tokens a round: its settings are the draft's."""
-    config = assistant_model.generation_config
+def draft_always(config, num_assistant_tokens):
+    """Make transformers' assisted generation draft a fixed number of tokens a round. config: the draft's generation config."""
     config.num_assistant_tokens, config.num_assistant_tokens_schedule = num_assistant_tokens, "constant"
     config.assistant_confidence_threshold = 0.0
