@@ -8,7 +8,8 @@ On a GPU the time of a call is that between device events around calls in a row,
 does not help, and beside it the host's time to issue one; launches are counted by the profiler. On a CPU there is one wall
 clock, calls are measured in turn, and memory and launches are not measured. "Needed" are the bytes that have to be read: one
 row pair a request from probabilities, 2 V elements, whatever the number m of drafted tokens; from logits (m + 3) V, every target
-row once and a row pair again. Their share is that of the bandwidth of a large copy, measured in the same run.
+row once and a row pair again; V less where a draft is accepted whole, which is counted. Beside them stands how close that comes
+to the speed of a large copy, measured in the same run.
 
 From probabilities we verify by Cactus, from logits by SpS with the draft's statistics given, as `sample` leaves them. Likewise
 peers find fp32 probabilities of the draft ready, and of the target where probabilities are what is verified; from logits the
@@ -47,9 +48,10 @@ class Case:
     m: int
     V: int
 
-    def needed(self, dtype) -> int:
-        """Bytes to be read."""
-        return self.B * self.V * dtype.itemsize * (2 if self.rows == PROBS else self.m + 3)
+    def needed(self, dtype, whole=0.0) -> int:
+        """Bytes to be read. whole: the share of requests whose drafts are accepted whole, which read the bonus row alone."""
+        rows = 2 if self.rows == PROBS else self.m + 3
+        return round(self.B * self.V * dtype.itemsize * (rows - whole))
 
     def size(self, dtype) -> int:
         """Bytes of the rows."""
@@ -171,8 +173,9 @@ def run(cases, dtype, device, rounds=11, progress=lambda text: None) -> dict:
             costs[OURS[case.rows]] = replace(ours, temporaries=ours.temporaries + _own_bytes(case))
         else:
             costs = {name: measure.Cost(seconds) for name, seconds in measure.medians(calls, rounds).items()}
+        needed = case.needed(dtype, _accepted_whole(case, calls[OURS[case.rows]]))
         for name in (*calls, *errors):
-            lines.append(_line(case, name, dtype, report, costs.get(name), costs[OURS[case.rows]], errors.get(name)))
+            lines.append(_line(case, name, needed, report, costs.get(name), costs[OURS[case.rows]], errors.get(name)))
         del calls
     for case in cases if on_gpu else ():
         calls, _ = _working(case, ways(case, dtype, device))
@@ -195,12 +198,17 @@ def _working(case, calls):
     return {name: call for name, call in calls.items() if name not in errors}, errors
 
 
-def _line(case, way, dtype, report, cost, ours, error):
+def _accepted_whole(case, call, calls=16) -> float:
+    """The share of requests whose drafts our call accepts whole."""
+    return sum((call().num_accepted == case.m).float().mean().item() for _ in range(calls)) / calls
+
+
+def _line(case, way, needed, report, cost, ours, error):
     """What was measured of one way in one case: a dict for JSON."""
-    line = {"case": asdict(case), "way": way, "error": error, "launches": None, "needed_bytes": case.needed(dtype)}
+    line = {"case": asdict(case), "way": way, "error": error, "launches": None, "needed_bytes": needed}
     if cost is None:
         return line
-    share = case.needed(dtype) / cost.seconds / report["copy_bytes_a_second"]
+    share = needed / cost.seconds / report["copy_bytes_a_second"]
     return line | asdict(cost) | {"of_ours": cost.seconds / ours.seconds, "of_copy_bandwidth": share}
 
 

@@ -144,7 +144,7 @@ def main(arguments=None) -> int:
     )
     parser.add_argument("--rehearse", action="store_true", help="in Triton's interpreter, on the CPU")
     parser.add_argument(
-        "--seconds", type=float, default=150, help="for parity: no case is begun after that (default 150)"
+        "--seconds", type=float, default=120, help="for parity: no case is begun after that (default 120)"
     )
     parser.add_argument(
         "--workers", type=int, help="processes that compile and compare (default: one a core, at most 16)"

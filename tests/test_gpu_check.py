@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,6 +99,27 @@ def test_bytes_needed_and_held():
     outputs = 8 * (5 * 8 + 4 + 1)
     assert bench_verify._own_bytes(probs) == outputs + 8 * 2 * 8
     assert bench_verify._own_bytes(logits) == outputs + (2 * 8 + 72) * 8 + 72 * 2 * 4 + 72 * 8 * 4
+
+
+def test_calls_in_a_row_get_other_inputs(monkeypatch):
+    """A cache of 12 kB, 1.6 kB to be read by every call: 23 copies outlast three caches."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=12_000))
+    monkeypatch.setattr(measure, "memory", lambda device: 2**30)
+    case = bench_verify.Case(peers.PROBS, 2, 1, 100)
+    copies = measure.rotations(case.needed(torch.float32), case.size(torch.float32), torch.device("cuda"))
+    assert copies == 23
+    monkeypatch.setattr(measure, "rotations", lambda *args: copies)
+    seen = []
+    recorder = peers.Peer(
+        "recorder", "torch", peers.PROBS, peers.PROBS, lambda ids, delta: lambda *rows: seen.append(rows)
+    )
+    monkeypatch.setattr(bench_verify, "PEERS", (recorder,))
+    call = bench_verify.ways(case, rotate=True)["recorder"]
+    for _ in range(copies + 1):
+        call()
+    places = [tuple(x.data_ptr() for x in rows) for rows in seen]
+    assert len(set(places)) == copies and places[0] == places[copies]
+    assert all(torch.equal(a, b) for a, b in zip(seen[0], seen[1], strict=True))
 
 
 def test_a_peer_that_raises_is_a_line_of_its_own(monkeypatch):
