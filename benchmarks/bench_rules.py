@@ -11,8 +11,9 @@ which takes one request: its time is that of B calls.
 import json
 
 import torch
-from bench_verify import case, medians
-from transformers.generation.utils import _speculative_sampling
+from bench_verify import Case, batch
+from measure import medians
+from peers import PROBS, transformers_verify
 
 from cactus_kernels import verify
 from cactus_kernels.rules import (
@@ -47,7 +48,7 @@ RULES = {
 
 def ways():
     """The calls to be timed, by name."""
-    target, draft, ids = case(B, M, V)
+    target, draft, ids = batch(Case(PROBS, B, M, V))
     offset = iter(range(0, 1 << 40, M + 1))
 
     def by(rule):
@@ -57,12 +58,10 @@ def ways():
         budget = torch.full((B,), 0.1, dtype=torch.float64)
         verify(target, draft, ids, Cactus(0.05), seed=0, offset=next(offset), budget=budget)
 
-    text = torch.cat([torch.zeros(B, 1, dtype=torch.int64), ids], 1)
     logits, draft_logits = target.log(), draft.log()
 
     def transformers():
-        for b in range(B):
-            _speculative_sampling(text[b : b + 1], draft_logits[b : b + 1], M, logits[b : b + 1], False)
+        return [transformers_verify(*request) for request in zip(logits, draft_logits, ids, strict=True)]
 
     calls = {name: by(rule) for name, rule in RULES.items()}
     return calls | {"Cactus with a budget": with_budget, "transformers": transformers}

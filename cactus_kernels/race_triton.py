@@ -65,7 +65,8 @@ def stream_of(seed, offset, request):
     if offset.dtype.is_ptr():
         position = tl.load(offset + request)
     else:
-        position = offset.to(tl.int64)
+        # A sum, since the interpreter holds an int from 2^31 to 2^32 in 32 bits, whatever type it says.
+        position = offset + tl.zeros((), tl.int64)
     return key, position
 
 
