@@ -50,7 +50,7 @@ def compute(form, target, draft, request, position, drafted, strength):
         bad = target.bad_whole(q)[0]
         q = q[0].numpy()
         if draft is None:
-            p = np.zeros(max(target.vocab_size, n + 1), dtype=np.float32)
+            p = np.zeros(len(q), dtype=np.float32)
             p[n] = 1
         else:
             p = draft.whole(*at)
@@ -102,6 +102,8 @@ class Pair:
     def below(self, x, side="left"):
         """The sums of the weights of tokens whose ratio is below x; with side "right", up to x: ints."""
         k = int(_bins(x))
+        if x == EDGES[k] and side == "left":
+            return self.heads[:, k].tolist()
         if k not in self.looked_into:
             tokens = np.flatnonzero(self.bins == k)
             tokens = tokens[self.ratio[tokens].argsort()]

@@ -130,7 +130,7 @@ class _Positions:
         q_n, p_n = np.minimum(q_n, np.float32(1)), np.minimum(p_n, np.float32(1))
         asked = drafted
         if self.rule.solved == "drafted":  # c is at least 1
-            asked = drafted & ~(u * p_n < q_n)
+            asked = drafted & ~bad & ~(u * p_n < q_n)
         stat = self._statistics(at, asked)
         for s in stat or ():
             bad |= np.isnan(s) & drafted
