@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from . import clip, philox, rules
-from .layout_triton import dense, input_strides
+from .layout_triton import dense, input_strides, lanes
 from .race_triton import stream_of, uniform
 from .row_statistics_triton import drafted_row
 from .row_triton import is_bad
@@ -19,7 +19,9 @@ ONE_BITS = tl.constexpr(clip.ONE_BITS)
 STEPS, CLOSE, TINY = tl.constexpr(clip.STEPS), tl.constexpr(clip.CLOSE), tl.constexpr(clip.TINY)
 NAT, LARGEST = tl.constexpr(clip.NAT), tl.constexpr(float(clip.LARGEST))
 _log, _without_log = (rules.bind(f, tl, triton.jit) for f in (elementary.log_of_number, elementary.without_log))
-BLOCK = 2048
+
+
+WARPS = 8
 
 
 @triton.jit
@@ -35,30 +37,38 @@ def _pair(q_row, p_row, n, start, V, V_draft, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _sums(rows, b, c, INFORMATIVE: tl.constexpr, BLOCK: tl.constexpr):
-    """The sums of p and q over S, where p/q < b, and T, where p/q > c; and what the tokens between add to KL(q || law),
-    in units of 2^-44 and 2^-52, without INFORMATIVE 0. rows: (q_row, p_row, n, end, V, V_draft)."""
+def _sums(rows, b, c, BLOCK: tl.constexpr):
+    """The sums of p and q over S, where p/q < b, and over T, where p/q > c. rows: (q_row, p_row, n, end, V, V_draft)."""
     q_row, p_row, n, end, V, V_draft = rows
     p_s = tl.zeros((BLOCK,), tl.int64)
-    q_s, p_t, q_t, information, rest = p_s, p_s, p_s, p_s, p_s
+    q_s, p_t, q_t = p_s, p_s, p_s
     for start in range(0, end, BLOCK):
         q, p = _pair(q_row, p_row, n, start, V, V_draft, BLOCK)
         ratio = tl.div_rn(p, q)
         fixed_p, fixed_q = (p * ONE).to(tl.int64), (q * ONE).to(tl.int64)
-        recovered, rejected = ratio < b, ratio > c
-        p_s += tl.where(recovered, fixed_p, 0)
-        q_s += tl.where(recovered, fixed_q, 0)
-        p_t += tl.where(rejected, fixed_p, 0)
-        q_t += tl.where(rejected, fixed_q, 0)
-        if INFORMATIVE:
-            between = (ratio >= b) & (ratio <= c)
-            information += tl.where(between, (_without_log(ratio) * q * NAT + 0.5).to(tl.int64), 0)
-            rest += tl.where(between, fixed_q - fixed_p, 0)
-    if INFORMATIVE:
-        return tl.sum(p_s, 0), tl.sum(q_s, 0), tl.sum(p_t, 0), tl.sum(q_t, 0), tl.sum(information, 0), tl.sum(rest, 0)
-    else:
-        zero = tl.zeros((), tl.int64)
-        return tl.sum(p_s, 0), tl.sum(q_s, 0), tl.sum(p_t, 0), tl.sum(q_t, 0), zero, zero
+        p_s += tl.where(ratio < b, fixed_p, 0)
+        q_s += tl.where(ratio < b, fixed_q, 0)
+        p_t += tl.where(ratio > c, fixed_p, 0)
+        q_t += tl.where(ratio > c, fixed_q, 0)
+    return tl.sum(p_s, 0), tl.sum(q_s, 0), tl.sum(p_t, 0), tl.sum(q_t, 0)
+
+
+@triton.jit
+def _information(rows, b, c, BLOCK: tl.constexpr):
+    """As `clip.Pair.information`; and the sums of p over S and T, of q over S, and of q over T."""
+    q_row, p_row, n, end, V, V_draft = rows
+    information = tl.zeros((BLOCK,), tl.int64)
+    p, q_s, q_t = information, information, information
+    for start in range(0, end, BLOCK):
+        q_x, p_x = _pair(q_row, p_row, n, start, V, V_draft, BLOCK)
+        ratio = tl.div_rn(p_x, q_x)
+        fixed_q = (q_x * ONE).to(tl.int64)
+        p += tl.where((ratio < b) | (ratio > c), (p_x * ONE).to(tl.int64), 0)
+        q_s += tl.where(ratio < b, fixed_q, 0)
+        q_t += tl.where(ratio > c, fixed_q, 0)
+        between = (ratio >= b) & (ratio <= c)
+        information += tl.where(between, (_without_log(ratio) * q_x * NAT + 0.5).to(tl.int64), 0)
+    return tl.sum(information, 0), tl.sum(p, 0), tl.sum(q_s, 0), tl.sum(q_t, 0)
 
 
 @triton.jit
@@ -69,12 +79,12 @@ def _b(rows, strength, b, FORM: tl.constexpr, BLOCK: tl.constexpr):
     steps = tl.where(rows[3] > 0, STEPS, 0)
     while steps > 0:
         if FORM == "price":
-            p_s, q_s, p_t, q_t, _, _ = _sums(rows, b, b * strength, False, BLOCK)
+            p_s, q_s, p_t, q_t = _sums(rows, b, b * strength, BLOCK)
             x = (p_s + p_t).to(tl.float64)
             y = q_s.to(tl.float64) + strength.to(tl.float64) * q_t.to(tl.float64)
             found = x < 0.0
         else:
-            p_s, q_s, p_t, q_t, _, _ = _sums(rows, b, strength, False, BLOCK)
+            p_s, q_s, p_t, q_t = _sums(rows, b, strength, BLOCK)
             rejected = p_t.to(tl.float64) - strength.to(tl.float64) * q_t.to(tl.float64)
             x, y = p_s.to(tl.float64) + rejected, q_s.to(tl.float64)
             found = rejected <= 0.0
@@ -94,19 +104,19 @@ def _b(rows, strength, b, FORM: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _at_kl(rows, kl, c, BLOCK: tl.constexpr):
-    """b and c, as `clip.at_kl`, the search beginning at c."""
+def _at_kl(rows, kl, c, difference, BLOCK: tl.constexpr):
+    """b and c, as `clip.at_kl`, the search beginning at c. difference: of the sums of q and p."""
     low = kl * 0.0 + 1.0
     high, b = low * LARGEST, low
     steps = tl.where(rows[3] > 0, STEPS, 0)
     while steps > 0:
         b = _b(rows, c, b, "cap", BLOCK)
-        p_s, q_s, p_t, q_t, information, rest = _sums(rows, b, c, True, BLOCK)
+        information, p, q_s, q_t = _information(rows, b, c, BLOCK)
         b_, c_ = b.to(tl.float64), c.to(tl.float64)
         of_s, of_t, over_b = q_s.to(tl.float64), q_t.to(tl.float64), 1.0 / tl.maximum(b_, TINY)
-        between = information.to(tl.float64) * (1 / NAT) + rest.to(tl.float64) * (1 / ONE)
+        between = information.to(tl.float64) * (1 / NAT) + (difference - q_s - q_t + p).to(tl.float64) * (1 / ONE)
         outside = of_s * _log(b) + of_t * _log(c)
-        left = tl.where(b < 1.0, (b_ * of_s + c_ * of_t - (p_s + p_t).to(tl.float64)) * over_b, 0.0)
+        left = tl.where(b < 1.0, (b_ * of_s + c_ * of_t - p.to(tl.float64)) * over_b, 0.0)
         excess = between + (left - outside) * (1 / ONE) - kl.to(tl.float64)
         slope = of_t * (1 / ONE) * (over_b - 1.0 / c_)
         every = (excess <= 0.0) & (q_t == 0)
@@ -157,26 +167,27 @@ def clip_kernel(
         strength = tl.maximum(strength + 0.0, 1.0)  # a bad one makes its request invalid whatever is solved here
     end = tl.where(drafted, tl.maximum(V, V_draft), 0)
 
-    bad, q_below, q_sum = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.int64)
+    bad, q_s = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int64)
+    all_q, all_p = q_s, q_s
     for start in range(0, end, BLOCK):
         q, p = _pair(q_row, p_row, n, start, V, V_draft, BLOCK)
         bad |= (is_bad(q) | is_bad(p)).to(tl.int32)
         if FORM == "kl":
             fixed_q = (q * ONE).to(tl.int64)
-            q_sum += fixed_q
-            q_below += tl.where(tl.div_rn(p, q) < 1.0, fixed_q, 0)
+            all_q += fixed_q
+            all_p += (p * ONE).to(tl.int64)
+            q_s += tl.where(tl.div_rn(p, q) < 1.0, fixed_q, 0)
     is_bad_row = tl.max(bad, 0) > 0
     end = tl.where(is_bad_row, 0, end)
     strength = strength + tl.sum(bad, 0) * 0.0
     rows = (q_row, p_row, n, end, V, V_draft)
     if FORM == "kl":
         # As `clip._first`.
-        of_s = tl.sum(q_below, 0).to(tl.float64)
-        rest = (tl.sum(q_sum, 0) - tl.sum(q_below, 0)).to(tl.float64)
-        half = strength.to(tl.float64) * of_s * ONE / (rest * tl.sum(q_sum, 0).to(tl.float64))
-        half = half.to(tl.float32)
-        first = 1.0 + tl.sqrt_rn(2.0 * half) + half
-        b, c = _at_kl(rows, strength, tl.where(rest > 0.0, tl.minimum(first, LARGEST), LARGEST), BLOCK)
+        q_s, all_q = tl.sum(q_s, 0), tl.sum(all_q, 0)
+        q_t = (all_q - q_s).to(tl.float64)
+        half = (strength.to(tl.float64) * q_s.to(tl.float64) * ONE / (q_t * all_q.to(tl.float64))).to(tl.float32)
+        first = tl.where(q_t > 0.0, tl.minimum(1.0 + tl.sqrt_rn(2.0 * half) + half, LARGEST), LARGEST)
+        b, c = _at_kl(rows, strength, first, all_q - tl.sum(all_p, 0), BLOCK)
     else:
         b, c = _b(rows, strength, strength * 0.0 + 1.0, FORM, BLOCK), strength
         if FORM == "price":
@@ -197,6 +208,7 @@ def compute(inputs, at=None):
                 out, strength, at, dense(inputs.seed), dense(inputs.offset), target, inputs.draft, ids,
                 dense(inputs.cu_draft_tokens), input_strides(inputs), out.shape[1], ids.numel(), inputs.max_draft_tokens,
                 inputs.vocab_size, inputs.draft_vocab_size, FORM=inputs.rule.form,
-                PER_REQUEST=isinstance(strength, torch.Tensor), BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False,
+                PER_REQUEST=isinstance(strength, torch.Tensor), BLOCK=4 * WARPS * lanes(), num_warps=WARPS,
+                enable_fp_fusion=False,
             )  # fmt: skip
     return out
