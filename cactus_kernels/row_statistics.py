@@ -60,7 +60,7 @@ def entropy(q):
         sums = _terms(q).sum(1)
     else:
         # Few are left of a row that was truncated.
-        rows = (row[row > 0] if 2 * np.count_nonzero(row) < len(row) else row for row in q)
+        rows = (row[row > 0] if 2 * np.count_nonzero(row > 0) < len(row) else row for row in q)
         blocks = ((row[i : i + BLOCK] for i in range(0, len(row), BLOCK)) for row in rows)
         sums = np.array([sum(_terms(x).sum() for x in row) for row in blocks], dtype=np.int64)
     return torch.from_numpy(sums.astype(np.float32) * np.float32(1 / ONE))
