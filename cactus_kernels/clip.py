@@ -1,13 +1,14 @@
 """The multipliers b <= 1 <= c of the law `clip(p, b q, c q)` for one row pair: the torch reference.
 
-The law sums to what p sums to: sum (b q - p)+ = sum (p - c q)+, what recovery adds is what was rejected. With S the tokens of
-the first sum and T those of the second, both sides are linear in b and c until S or T change, so Newton's steps solve it:
+With S the tokens whose ratio p/q (rounded to fp32) is below b, and T those whose ratio is above c, the law sums to what p sums
+to where what recovery adds is what was rejected: b sum_S q - sum_S p = sum_T p - c sum_T q.
 
-    c given        b = (sum over S of p + R) / sum over S of q, R = sum (p - c q)+; from b = 1, decreasing
+    c given        b is the largest fp32 number up to 1 at which no more is added than was rejected
+    c = price b    the same b
     kl given       KL(q || law) = kl for c, Newton's steps within a bracket, with the b of each c
-    c = price b    b = sum over S and T of p / (sum over S of q + price * sum over T of q), within a bracket
 
-Products are fp32, sums int64 in units of 2^-52, the few numbers a row float64: the same bits on every backend.
+Sums are int64, so they have no order, and every backend gets the same bits. The side with b rises with it, by more than the
+float64 arithmetic of a comparison loses: so it does not matter either in which order numbers are tried for b.
 """
 
 import numpy as np
@@ -16,12 +17,21 @@ from . import numpy_language
 from .race_torch import ONE
 from .rules import bind, elementary
 
-BLOCK = 1 << 14  # entries handled at once: few enough for the cache
 LARGEST = np.float32(3e38)
-NAT = 2.0**40  # of q ln(q / p)
+NAT = 2.0**44  # of q (p/q - 1 - ln(p/q))
 STEPS = 64  # at most; ten are much
+CLOSE = 2.0**-21  # of kl: near enough
 
-_log = bind(elementary.log, numpy_language)
+# Bins of the ratio, by the upper half of its bits: 2^-7 wide between 2^-16 and 2^16, the first and the last hold the rest.
+SHIFT, FIRST, BINS = 16, 0x377F, 0x1002
+EDGES = (np.arange(FIRST, FIRST + BINS, dtype=np.int32) << SHIFT).view(np.float32)
+EDGES[0] = 0
+BLOCK = 1 << 15  # entries handled at once: few enough for the cache
+EXACT = 2.0**53  # float64 sums of integers are exact below
+ONE_BITS = 0x3F800000  # of 1 in fp32
+TINY = 2.0**-126
+
+_log, _without_log = (bind(f, numpy_language) for f in (elementary.log_of_number, elementary.without_log))
 
 
 def compute(form, target, draft, request, position, drafted, strength):
@@ -33,22 +43,22 @@ def compute(form, target, draft, request, position, drafted, strength):
         request, position: int64 arrays [R], which rows. drafted: int64 array [R], their drafted tokens.
     """
     out = np.full((2, len(request)), np.nan, dtype=np.float32)
-    V = target.vocab_size
     strength = np.broadcast_to(np.float32(strength), (len(request), 1))[:, 0]
     for i, (s, n) in enumerate(zip(strength, drafted, strict=True)):
         at = request[i : i + 1], position[i : i + 1]
         q = target.whole(*at)
         bad = target.bad_whole(q)[0]
         q = q[0].numpy()
-        p = np.zeros(max(V, V if draft is None else draft.vocab_size), dtype=np.float32)
         if draft is None:
-            p[n : n + 1] = 1
+            p = np.zeros(len(q), dtype=np.float32)
+            p[n] = 1
         else:
-            row = draft.whole(*at)
-            bad |= draft.bad_whole(row)[0]
-            p[: row.shape[1]] = row[0].numpy()
+            p = draft.whole(*at)
+            bad |= draft.bad_whole(p)[0]
+            p = p[0].numpy()
         if not bad and 0 <= s < np.inf:
-            q = np.pad(q, (0, len(p) - V)) if len(p) > V else q
+            V = max(len(p), len(q))
+            p, q = (x if len(x) == V else np.pad(x, (0, V - len(x))) for x in (p, q))
             out[:, i] = solve(p, q, s, form)
     return out
 
@@ -56,99 +66,183 @@ def compute(form, target, draft, request, position, drafted, strength):
 def solve(p, q, strength, form):
     """b and c of one row pair, fp32 arrays [V] of probabilities. strength: fp32, the cap, the price or the KL divergence."""
     with np.errstate(all="ignore"):
+        pair = Pair(p, q, form == "kl")
         if form == "kl":
-            return at_kl(p, q, strength)
-        strength = max(strength, np.float32(1))
-        if form == "cap":
-            return at_cap(p, q, strength), strength
-        b = at_price(p, q, strength)
-        return b, b * strength
-
-
-def at_cap(p, q, cap):
-    rejected = sum(fixed(np.maximum(x - cap * y, np.float32(0))).sum() for x, y in _blocks(p, q))
-    b = np.float32(1)
-    for _ in range(STEPS):
-        (p_s, q_s), _ = _sums(p, q, b)
-        lower = np.float32(np.float64(p_s + rejected) / np.float64(q_s))
-        if not lower < b:
-            break
-        b = lower
-    return b
-
-
-def at_price(p, q, price):
-    one = np.float32(1)
-    low, high, b = one / price, one, one
-    for _ in range(STEPS):
-        (p_s, q_s), (p_t, q_t) = _sums(p, q, b, b * price)
-        up = np.float64(p_s + p_t)
-        down = np.float64(q_s) + np.float64(price) * np.float64(q_t)
-        newton = np.float32(up / down)
-        if not abs(newton - b) > 0:  # solved; or nothing to recover and nothing rejected, NaN
-            break
-        if np.float64(b) * down > up:
-            high = b
+            b, c = at_kl(pair, strength)
+        elif form == "cap":
+            c = max(strength, np.float32(1))
+            b = at_cap(pair, c)
         else:
-            low = b
-        b = newton if low < newton < high else np.float32(0.5) * (low + high)
-        if not low < b < high:
-            break
-    return b
+            b = at_price(pair, max(strength, np.float32(1)))
+            c = b * max(strength, np.float32(1))
+        return b if b > 0 else np.float32(1), c
 
 
-def at_kl(p, q, kl):
-    # q ln(q / p); ln 0 is taken as -104, which is far enough from the budget.
-    information = np.concatenate(
-        [(y * (_log(y) - _log(x)) * np.float32(NAT)).astype(np.int64) for x, y in _blocks(p, q)]
-    )
+class Pair:
+    """A row pair with its tokens in bins of their ratio p/q: sums over the tokens on one side of any number."""
 
-    def solve(c):
-        """b, how far KL(q || law) is above the budget, and its slope in c."""
-        b = at_cap(p, q, c)
-        q_s, q_t, between = np.int64(0), np.int64(0), np.int64(0)
-        for i, (x, y) in enumerate(_blocks(p, q)):
-            s, t = b * y > x, x > c * y
-            q_s, q_t = q_s + fixed(y * s).sum(), q_t + fixed(y * t).sum()
-            between += (information[i * BLOCK : (i + 1) * BLOCK] * ~(s | t)).sum()
-        outside = np.float64(q_s) * np.float64(_log(b)) + np.float64(q_t) * np.float64(_log(c))
-        excess = np.float64(between) * (1 / NAT) - outside * (1 / ONE) - np.float64(kl)
-        return b, excess, np.float64(q_t) * (1 / ONE) * (1 / np.float64(b) - 1 / np.float64(c))
+    def __init__(self, p, q, informative):
+        """p, q: fp32 [V]. informative: whether sums of q (p/q - 1 - ln(p/q)) are asked for."""
+        self.ratio = p / q
+        self.bins = _bins(self.ratio)
+        self.weights = [_fixed(p), _fixed(q)]
+        exact = max(w.sum() for w in self.weights) < EXACT
+        if informative:
+            self.weights.append(_information(self.ratio, q))
+        bins = self.bins.astype(np.intp)
+        self.heads = np.zeros((len(self.weights), BINS + 1), dtype=np.int64)
+        for head, w in zip(self.heads, self.weights, strict=True):
+            _bin_sums(bins, w, exact).cumsum(out=head[1:])
+        self.p, self.q = self.heads[:2, -1].tolist()
+        self.added = (
+            EDGES * self.heads[1, :-1].astype(np.float64) - self.heads[0, :-1]
+        )  # at each edge, what recovery adds
+        self.looked_into = {}
 
-    low, high, c = np.float32(1), LARGEST, LARGEST
+    def below(self, x, side="left"):
+        """The sums of the weights of tokens whose ratio is below x; with side "right", up to x: ints."""
+        k = int(_bins(x))
+        if x == EDGES[k] and side == "left":
+            return self.heads[:, k].tolist()
+        if k not in self.looked_into:
+            tokens = np.flatnonzero(self.bins == k)
+            tokens = tokens[self.ratio[tokens].argsort()]
+            sums = np.empty((len(self.weights), len(tokens) + 1), dtype=np.int64)
+            sums[:, 0] = self.heads[:, k]
+            for of, w in zip(sums, self.weights, strict=True):
+                of[1:] = w[tokens]
+            self.looked_into[k] = self.ratio[tokens], sums.cumsum(1)
+        ratio, sums = self.looked_into[k]
+        return sums[:, ratio.searchsorted(x, side)].tolist()
+
+    def above(self, x):
+        """The sums of p and q over tokens whose ratio is above x."""
+        p, q, *_ = self.below(x, "right")
+        return self.p - p, self.q - q
+
+
+def _bins(ratio):
+    bits = ratio.view(np.int32) >> SHIFT
+    bits &= 0x7FFF  # 0/0 has a sign
+    return np.clip(bits, FIRST, FIRST + BINS - 1).astype(np.int16) - FIRST
+
+
+def _fixed(x):
+    """In units of 2^-52: integers, as float64."""
+    x = x * np.float32(ONE)
+    return np.trunc(x, out=x).astype(np.float64)
+
+
+def _information(ratio, q):
+    """q (ratio - 1 - ln ratio) in units of 2^-44, rounded: integers, as float64."""
+    out = np.empty(len(q))
+    for i in range(0, len(q), BLOCK):
+        x = _without_log(ratio[i : i + BLOCK])
+        x *= q[i : i + BLOCK]
+        x *= np.float32(NAT)
+        x += np.float32(0.5)
+        out[i : i + BLOCK] = np.trunc(x, out=x)
+    return out
+
+
+def _bin_sums(bins, weights, exact):
+    """The sum of each bin, int64. exact: none comes near 2^53."""
+    if exact:
+        return np.bincount(bins, weights, BINS).astype(np.int64)
+    high = np.floor(weights * 2.0**-26)
+    low = weights - high * 2.0**26
+    high, low = (np.bincount(bins, x, BINS).astype(np.int64) for x in (high, low))
+    return (high << 26) + low
+
+
+def at_cap(pair, cap):
+    p_t, q_t = pair.above(cap)
+    rejected = float(p_t) - float(cap) * float(q_t)
+    if rejected <= 0:
+        return np.float32(0)
+
+    def sides(b):
+        p_s, q_s, *_ = pair.below(b)
+        return float(p_s) + rejected, float(q_s)
+
+    return _largest(sides, pair.added.searchsorted(rejected))
+
+
+def at_price(pair, price):
+    def sides(b):
+        p_s, q_s = pair.below(b)
+        p_t, q_t = pair.above(b * price)
+        return float(p_s + p_t), float(q_s) + float(price) * float(q_t)
+
+    # At the edges, with the bin in which c is counted to T.
+    p_t, q_t = (pair.heads[:, -1:] - pair.heads[:, _bins(EDGES * price)]).astype(np.float64)
+    return _largest(sides, (pair.added + EDGES * np.float64(price) * q_t <= p_t).sum())
+
+
+def _largest(sides, k):
+    """The largest fp32 number b up to 1 with b y <= x, where x, y = sides(b), by Newton's steps from edge k."""
+    low, high, b = 0, ONE_BITS + 1, EDGES[k] if k < BINS and EDGES[k] < 1 else np.float32(1)
     for _ in range(STEPS):
-        b, excess, slope = solve(c)
+        x, y = sides(b)
+        bits, before = int(b.view(np.int32)), low
+        if float(b) * y <= x:
+            low = bits
+        else:
+            high = bits
+        if high - low <= 1:
+            break
+        step = (low + high) // 2
+        if x > 0 or y > 0:
+            newton = int(np.float32(min(x / y, 1.0) if y > 0 else 1.0).view(np.int32))
+            if newton == bits:
+                newton += 1 if bits == low else -1
+            if low < newton < high:
+                step = newton
+        elif bits > before + 1:  # below every ratio, but probably just below
+            step = bits + 1
+        b = np.int32(step).view(np.float32)
+    return np.int32(low).view(np.float32)
+
+
+def at_kl(pair, kl):
+    def solve(c):
+        """b; how far KL(q || law) is above the budget; its slope in c; the sum of q over T."""
+        b = at_cap(pair, c)
+        p_s, q_s, below = pair.below(b)
+        p_c, q_c, up_to = pair.below(c, "right")
+        p_t, q_t = pair.p - p_c, pair.q - q_c
+        b_, c_, over_b = float(b), float(c), 1 / max(float(b), TINY)
+        between = float(up_to - below) * (1 / NAT) + float((q_c - q_s) - (p_c - p_s)) * (1 / ONE)
+        outside = float(q_s) * float(_log(b)) + float(q_t) * float(_log(c))
+        # What b, a rounded number, leaves of the sums' difference counts as far as the slope at the true one.
+        left = (b_ * float(q_s) + c_ * float(q_t) - float(p_s + p_t)) * over_b if b < 1 else 0.0
+        excess = between + (left - outside) * (1 / ONE) - float(kl)
+        return b, excess, float(q_t) * (1 / ONE) * (over_b - 1 / c_), q_t
+
+    low, high, c = np.float32(1), LARGEST, _first(pair, kl)
+    for _ in range(STEPS):
+        b, excess, slope, q_t = solve(c)
+        if excess <= 0 and not q_t:  # every draft that the target allows can be accepted
+            return b, LARGEST
+        if abs(excess) <= CLOSE * float(kl):
+            break
         if excess > 0:
             high = c
-        elif c == LARGEST:  # every draft can be accepted
-            break
         else:
             low = c
-        newton = np.float32(np.float64(c) - excess / slope)
-        if c == LARGEST:
-            newton = np.float32(2)
+        newton = np.float32(float(c) - excess / slope) if slope else LARGEST
         step = newton if low < newton < high else np.sqrt(low) * np.sqrt(high)
-        if not low < step < high:
+        if (newton == c and b > 0) or not low < step < high:
             break
         c = step
     return b, c
 
 
-def _sums(p, q, b, c=None):
-    """The sums of p and q over S, where b q > p, and over T, where p > c q (0 without a c): int64."""
-    over_s, over_t = np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int64)
-    for x, y in _blocks(p, q):
-        s = b * y > x
-        over_s += fixed(x * s).sum(), fixed(y * s).sum()
-        if c is not None:
-            t = x > c * y
-            over_t += fixed(x * t).sum(), fixed(y * t).sum()
-    return over_s, over_t
-
-
-def _blocks(p, q):
-    return ((p[i : i + BLOCK], q[i : i + BLOCK]) for i in range(0, len(p), BLOCK))
-
-
-def fixed(x):
-    return (x * np.float32(ONE)).astype(np.int64)
+def _first(pair, kl):
+    """c to begin with, near where KL(q || law) = kl if that is small: 1 + x + x^2 / 2, x^2 q(T) (q(S) + q(T)) = 2 kl q(S)."""
+    _, q_s, _ = pair.below(np.float32(1))
+    q_t = pair.q - q_s
+    if not q_t:
+        return LARGEST
+    half = np.float32(float(kl) * float(q_s) * ONE / (float(q_t) * float(pair.q)))
+    return np.minimum(np.float32(1) + np.sqrt(2 * half) + half, LARGEST)

@@ -6,22 +6,22 @@ import torch
 import triton
 import triton.language as tl
 
-from . import clip, rules
-from .layout_triton import dense, input_strides
+from . import clip, philox, rules
+from .layout_triton import dense, input_strides, lanes
+from .race_triton import stream_of, uniform
 from .row_statistics_triton import drafted_row
 from .row_triton import is_bad
 from .rules import elementary
 
+ACCEPT = tl.constexpr(philox.ACCEPT)
 ONE = tl.constexpr(clip.ONE)
-STEPS = tl.constexpr(clip.STEPS)
+ONE_BITS = tl.constexpr(clip.ONE_BITS)
+STEPS, CLOSE, TINY = tl.constexpr(clip.STEPS), tl.constexpr(clip.CLOSE), tl.constexpr(clip.TINY)
 NAT, LARGEST = tl.constexpr(clip.NAT), tl.constexpr(float(clip.LARGEST))
-_log = rules.bind(elementary.log, tl, triton.jit)
-BLOCK = 2048
+_log, _without_log = (rules.bind(f, tl, triton.jit) for f in (elementary.log_of_number, elementary.without_log))
 
 
-@triton.jit
-def _fixed(x, mask):
-    return tl.where(mask, (x * ONE).to(tl.int64), 0)
+WARPS = 8
 
 
 @triton.jit
@@ -37,98 +37,106 @@ def _pair(q_row, p_row, n, start, V, V_draft, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _at_cap(q_row, p_row, n, end, V, V_draft, cap, BLOCK: tl.constexpr):
-    """b, as `clip.at_cap`."""
-    zero = tl.zeros((BLOCK,), tl.int64)
-    sums = zero
+def _sums(rows, b, c, BLOCK: tl.constexpr):
+    """The sums of p and q over S, where p/q < b, and over T, where p/q > c. rows: (q_row, p_row, n, end, V, V_draft)."""
+    q_row, p_row, n, end, V, V_draft = rows
+    p_s = tl.zeros((BLOCK,), tl.int64)
+    q_s, p_t, q_t = p_s, p_s, p_s
     for start in range(0, end, BLOCK):
         q, p = _pair(q_row, p_row, n, start, V, V_draft, BLOCK)
-        sums += _fixed(tl.maximum(p - cap * q, 0.0), True)
-    rejected = tl.sum(sums, 0)
-    b = cap * 0.0 + 1.0
-    steps = tl.where(end > 0, STEPS, 0)
-    while steps > 0:
-        p_s, q_s = zero, zero
-        for start in range(0, end, BLOCK):
-            q, p = _pair(q_row, p_row, n, start, V, V_draft, BLOCK)
-            recovered = b * q > p
-            p_s += _fixed(p, recovered)
-            q_s += _fixed(q, recovered)
-        lower = ((tl.sum(p_s, 0) + rejected).to(tl.float64) / tl.sum(q_s, 0).to(tl.float64)).to(tl.float32)
-        go = lower < b
-        b = tl.where(go, lower, b)
-        steps = tl.where(go, steps - 1, 0)
-    return b
+        ratio = tl.div_rn(p, q)
+        fixed_p, fixed_q = (p * ONE).to(tl.int64), (q * ONE).to(tl.int64)
+        p_s += tl.where(ratio < b, fixed_p, 0)
+        q_s += tl.where(ratio < b, fixed_q, 0)
+        p_t += tl.where(ratio > c, fixed_p, 0)
+        q_t += tl.where(ratio > c, fixed_q, 0)
+    return tl.sum(p_s, 0), tl.sum(q_s, 0), tl.sum(p_t, 0), tl.sum(q_t, 0)
 
 
 @triton.jit
-def _at_price(q_row, p_row, n, end, V, V_draft, price, BLOCK: tl.constexpr):
-    """b, as `clip.at_price`."""
-    zero = tl.zeros((BLOCK,), tl.int64)
-    b = price * 0.0 + 1.0
-    low, high = tl.div_rn(b, price), b
-    steps = tl.where(end > 0, STEPS, 0)
-    while steps > 0:
-        p_s, q_s, p_t, q_t = zero, zero, zero, zero
-        for start in range(0, end, BLOCK):
-            q, p = _pair(q_row, p_row, n, start, V, V_draft, BLOCK)
-            recovered, rejected = b * q > p, p > (b * price) * q
-            p_s += _fixed(p, recovered)
-            q_s += _fixed(q, recovered)
-            p_t += _fixed(p, rejected)
-            q_t += _fixed(q, rejected)
-        up = (tl.sum(p_s, 0) + tl.sum(p_t, 0)).to(tl.float64)
-        down = tl.sum(q_s, 0).to(tl.float64) + price.to(tl.float64) * tl.sum(q_t, 0).to(tl.float64)
-        newton = (up / down).to(tl.float32)
-        go = tl.abs(newton - b) > 0.0
-        too_high = b.to(tl.float64) * down > up
-        high = tl.where(go & too_high, b, high)
-        low = tl.where(go & (too_high == 0), b, low)
-        step = tl.where((newton > low) & (newton < high), newton, 0.5 * (low + high))
-        b = tl.where(go, step, b)
-        go = go & (b > low) & (b < high)
-        steps = tl.where(go, steps - 1, 0)
-    return b
+def _information(rows, b, c, BLOCK: tl.constexpr):
+    """As `clip.Pair.information`; and the sums of p over S and T, of q over S, and of q over T."""
+    q_row, p_row, n, end, V, V_draft = rows
+    information = tl.zeros((BLOCK,), tl.int64)
+    p, q_s, q_t = information, information, information
+    for start in range(0, end, BLOCK):
+        q_x, p_x = _pair(q_row, p_row, n, start, V, V_draft, BLOCK)
+        ratio = tl.div_rn(p_x, q_x)
+        fixed_q = (q_x * ONE).to(tl.int64)
+        p += tl.where((ratio < b) | (ratio > c), (p_x * ONE).to(tl.int64), 0)
+        q_s += tl.where(ratio < b, fixed_q, 0)
+        q_t += tl.where(ratio > c, fixed_q, 0)
+        between = (ratio >= b) & (ratio <= c)
+        information += tl.where(between, (_without_log(ratio) * q_x * NAT + 0.5).to(tl.int64), 0)
+    return tl.sum(information, 0), tl.sum(p, 0), tl.sum(q_s, 0), tl.sum(q_t, 0)
 
 
 @triton.jit
-def _at_kl(q_row, p_row, n, end, V, V_draft, kl, BLOCK: tl.constexpr):
-    """b and c, as `clip.at_kl`."""
-    zero = tl.zeros((BLOCK,), tl.int64)
+def _b(rows, strength, b, FORM: tl.constexpr, BLOCK: tl.constexpr):
+    """As `clip.at_price`, or else `clip.at_cap`, the search beginning at b."""
+    low = (b * 0.0).to(tl.int32)
+    high = low + (ONE_BITS + 1)
+    steps = tl.where(rows[3] > 0, STEPS, 0)
+    while steps > 0:
+        if FORM == "price":
+            p_s, q_s, p_t, q_t = _sums(rows, b, b * strength, BLOCK)
+            x = (p_s + p_t).to(tl.float64)
+            y = q_s.to(tl.float64) + strength.to(tl.float64) * q_t.to(tl.float64)
+            found = x < 0.0
+        else:
+            p_s, q_s, p_t, q_t = _sums(rows, b, strength, BLOCK)
+            rejected = p_t.to(tl.float64) - strength.to(tl.float64) * q_t.to(tl.float64)
+            x, y = p_s.to(tl.float64) + rejected, q_s.to(tl.float64)
+            found = rejected <= 0.0
+        bits, before = b.to(tl.int32, bitcast=True), low
+        enough = b.to(tl.float64) * y <= x
+        low = tl.where(found, 0, tl.where(enough, bits, low))
+        high = tl.where(enough, high, bits)
+        newton = tl.where(y > 0.0, tl.minimum(x / y, 1.0), 1.0).to(tl.float32).to(tl.int32, bitcast=True)
+        newton += tl.where(newton == bits, tl.where(bits == low, 1, -1), 0)
+        step = (low + high) // 2
+        some = (x > 0.0) | (y > 0.0)
+        step = tl.where(some & (low < newton) & (newton < high), newton, step)
+        step = tl.where((some == 0) & (bits > before + 1), bits + 1, step)
+        b = step.to(tl.float32, bitcast=True)
+        steps = tl.where(found | (high - low <= 1), 0, steps - 1)
+    return low.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _at_kl(rows, kl, c, difference, BLOCK: tl.constexpr):
+    """b and c, as `clip.at_kl`, the search beginning at c. difference: of the sums of q and p."""
     low = kl * 0.0 + 1.0
-    high, c, b = low * LARGEST, low * LARGEST, low
-    steps = tl.where(end > 0, STEPS, 0)
+    high, b = low * LARGEST, low
+    steps = tl.where(rows[3] > 0, STEPS, 0)
     while steps > 0:
-        b = _at_cap(q_row, p_row, n, end, V, V_draft, c, BLOCK)
-        q_s, q_t, between = zero, zero, zero
-        for start in range(0, end, BLOCK):
-            q, p = _pair(q_row, p_row, n, start, V, V_draft, BLOCK)
-            recovered, rejected = b * q > p, p > c * q
-            q_s += _fixed(q, recovered)
-            q_t += _fixed(q, rejected)
-            information = (q * (_log(q) - _log(p)) * NAT).to(tl.int64)
-            between += tl.where(recovered | rejected, 0, information)
-        q_of_s, q_of_t = tl.sum(q_s, 0).to(tl.float64), tl.sum(q_t, 0).to(tl.float64)
-        outside = q_of_s * _log(b).to(tl.float64) + q_of_t * _log(c).to(tl.float64)
-        excess = tl.sum(between, 0).to(tl.float64) * (1 / NAT) - outside * (1 / ONE) - kl.to(tl.float64)
-        slope = q_of_t * (1 / ONE) * (1 / b.to(tl.float64) - 1 / c.to(tl.float64))
-        too_far = excess > 0.0
-        first = c == LARGEST
-        high = tl.where(too_far, c, high)
-        low = tl.where(too_far | first, low, c)
-        newton = tl.where(first, 2.0, (c.to(tl.float64) - excess / slope).to(tl.float32))
+        b = _b(rows, c, b, "cap", BLOCK)
+        information, p, q_s, q_t = _information(rows, b, c, BLOCK)
+        b_, c_ = b.to(tl.float64), c.to(tl.float64)
+        of_s, of_t, over_b = q_s.to(tl.float64), q_t.to(tl.float64), 1.0 / tl.maximum(b_, TINY)
+        between = information.to(tl.float64) * (1 / NAT) + (difference - q_s - q_t + p).to(tl.float64) * (1 / ONE)
+        outside = of_s * _log(b) + of_t * _log(c)
+        left = tl.where(b < 1.0, (b_ * of_s + c_ * of_t - p.to(tl.float64)) * over_b, 0.0)
+        excess = between + (left - outside) * (1 / ONE) - kl.to(tl.float64)
+        slope = of_t * (1 / ONE) * (over_b - 1.0 / c_)
+        every = (excess <= 0.0) & (q_t == 0)
+        high = tl.where(excess > 0.0, c, high)
+        low = tl.where(excess > 0.0, low, c)
+        newton = tl.where(slope != 0.0, c_ - excess / slope, LARGEST).to(tl.float32)
         step = tl.where((newton > low) & (newton < high), newton, tl.sqrt_rn(low) * tl.sqrt_rn(high))
-        go = (step > low) & (step < high) & ((first == 0) | too_far)
-        c = tl.where(go, step, c)
-        steps = tl.where(go, steps - 1, 0)
+        done = (tl.abs(excess) <= CLOSE * kl.to(tl.float64)) | ((newton == c) & (b > 0.0))
+        done = done | (((step > low) & (step < high)) == 0)
+        steps = tl.where(every | done, 0, steps - 1)
+        c = tl.where(every, LARGEST, tl.where(done, c, step))
     return b, c
 
 
-@triton.jit(do_not_specialize=["N", "m", "num_rows"])
+@triton.jit(do_not_specialize=["seed", "offset", "N", "m", "num_rows"])
 def clip_kernel(
     out,  # fp32 [2, num_rows]: b and c
     strength,  # fp32 [B] or a number
-    at,  # int32 [B]: the one position of each request that is asked for; None: every drafted one
+    at,  # int32 [B]: the one position of each request that is asked for; None: every one where n is not accepted at c = 1
+    seed, offset,  # int64 [B] or one number
     target, draft, draft_token_ids, cu_draft_tokens, strides, num_rows, N, m, V, V_draft,  # as in `verify_kernel`
     FORM: tl.constexpr,  # what the strength is: "cap", "price" or "kl"
     PER_REQUEST: tl.constexpr,  # it is a tensor
@@ -143,26 +151,48 @@ def clip_kernel(
     p_row = None
     if draft is not None:
         p_row = draft + request * strides[2] + row * strides[3]
+    if at is None:
+        p_n = 1.0
+        if draft is not None:
+            p_n = tl.minimum(tl.load(p_row + n, mask=drafted & (n < V_draft), other=0.0).to(tl.float32), 1.0)
+        q_n = tl.load(q_row + n, mask=drafted & (n < V), other=0.0).to(tl.float32)
+        key, position = stream_of(seed, offset, tl.program_id(0))
+        word = position + j
+        zero = tl.zeros((), tl.uint32)
+        r0, r1, _, _ = tl.philox(key, zero, ACCEPT, word.to(tl.uint32), (word >> 32).to(tl.uint32))
+        drafted &= (uniform(r0, r1) * p_n < q_n) == 0
     if PER_REQUEST:
         strength = tl.load(strength + request)
     if FORM != "kl":
         strength = tl.maximum(strength + 0.0, 1.0)  # a bad one makes its request invalid whatever is solved here
     end = tl.where(drafted, tl.maximum(V, V_draft), 0)
 
-    bad = tl.zeros((BLOCK,), tl.int32)
+    bad, q_s = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int64)
+    all_q, all_p = q_s, q_s
     for start in range(0, end, BLOCK):
         q, p = _pair(q_row, p_row, n, start, V, V_draft, BLOCK)
         bad |= (is_bad(q) | is_bad(p)).to(tl.int32)
+        if FORM == "kl":
+            fixed_q = (q * ONE).to(tl.int64)
+            all_q += fixed_q
+            all_p += (p * ONE).to(tl.int64)
+            q_s += tl.where(tl.div_rn(p, q) < 1.0, fixed_q, 0)
     is_bad_row = tl.max(bad, 0) > 0
     end = tl.where(is_bad_row, 0, end)
     strength = strength + tl.sum(bad, 0) * 0.0
-    if FORM == "cap":
-        b, c = _at_cap(q_row, p_row, n, end, V, V_draft, strength, BLOCK), strength
-    elif FORM == "price":
-        b = _at_price(q_row, p_row, n, end, V, V_draft, strength, BLOCK)
-        c = b * strength
+    rows = (q_row, p_row, n, end, V, V_draft)
+    if FORM == "kl":
+        # As `clip._first`.
+        q_s, all_q = tl.sum(q_s, 0), tl.sum(all_q, 0)
+        q_t = (all_q - q_s).to(tl.float64)
+        half = (strength.to(tl.float64) * q_s.to(tl.float64) * ONE / (q_t * all_q.to(tl.float64))).to(tl.float32)
+        first = tl.where(q_t > 0.0, tl.minimum(1.0 + tl.sqrt_rn(2.0 * half) + half, LARGEST), LARGEST)
+        b, c = _at_kl(rows, strength, first, all_q - tl.sum(all_p, 0), BLOCK)
     else:
-        b, c = _at_kl(q_row, p_row, n, end, V, V_draft, strength, BLOCK)
+        b, c = _b(rows, strength, strength * 0.0 + 1.0, FORM, BLOCK), strength
+        if FORM == "price":
+            c = b * strength
+    b = tl.where(b > 0.0, b, 1.0)
     tl.store(out + index, tl.where(is_bad_row, float("nan"), b), mask=drafted)
     tl.store(out + num_rows + index, tl.where(is_bad_row, float("nan"), c), mask=drafted)
 
@@ -175,9 +205,10 @@ def compute(inputs, at=None):
     if inputs.max_draft_tokens:
         with torch.cuda.device_of(target):
             clip_kernel[inputs.batch_size, inputs.max_draft_tokens](
-                out, strength, at, target, inputs.draft, ids, dense(inputs.cu_draft_tokens), input_strides(inputs),
-                out.shape[1], ids.numel(), inputs.max_draft_tokens, inputs.vocab_size, inputs.draft_vocab_size,
-                FORM=inputs.rule.form, PER_REQUEST=isinstance(strength, torch.Tensor), BLOCK=BLOCK, num_warps=8,
+                out, strength, at, dense(inputs.seed), dense(inputs.offset), target, inputs.draft, ids,
+                dense(inputs.cu_draft_tokens), input_strides(inputs), out.shape[1], ids.numel(), inputs.max_draft_tokens,
+                inputs.vocab_size, inputs.draft_vocab_size, FORM=inputs.rule.form,
+                PER_REQUEST=isinstance(strength, torch.Tensor), BLOCK=4 * WARPS * lanes(), num_warps=WARPS,
                 enable_fp_fusion=False,
             )  # fmt: skip
     return out

@@ -20,7 +20,7 @@ from .rules import bind, elementary
 
 ONE = 2.0**40  # of a term of H: at most 1/e, so that any sum of 2^23 stays below 2^63
 BLOCK = 1 << 14  # entries handled at once: few enough for the cache
-_log = bind(elementary.log, numpy_language)
+_log = bind(elementary.log_of_normal, numpy_language)
 
 
 def compute(names, target, request, position):
@@ -57,17 +57,19 @@ def entropy(q):
     """fp32 [R], nats."""
     q = q.numpy()
     if q.shape[1] <= BLOCK:
-        sums = _terms(np.where(q > 0, q, np.float32(1))).sum(1)
+        sums = _terms(q).sum(1)
     else:
-        rows = (row[row > 0] for row in q)  # few are left of a row that was truncated
+        # Few are left of a row that was truncated.
+        rows = (row[row > 0] if 2 * np.count_nonzero(row > 0) < len(row) else row for row in q)
         blocks = ((row[i : i + BLOCK] for i in range(0, len(row), BLOCK)) for row in rows)
         sums = np.array([sum(_terms(x).sum() for x in row) for row in blocks], dtype=np.int64)
     return torch.from_numpy(sums.astype(np.float32) * np.float32(1 / ONE))
 
 
 def _terms(q):
-    """Of a block of positive q: int64."""
-    return -(q * _log(q) * np.float32(ONE)).astype(np.int64)
+    """Of a block of q: int64, 0 where q is 0 or denormal."""
+    with np.errstate(invalid="ignore", over="ignore"):  # bad values
+        return -(q * _log(q) * np.float32(ONE)).astype(np.int64)
 
 
 def scale(vocab_size):

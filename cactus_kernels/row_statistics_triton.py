@@ -13,7 +13,7 @@ from .rules import elementary
 
 ONE = tl.constexpr(row_statistics.ONE)
 BLOCK = 2048
-_log = rules.bind(elementary.log, tl, triton.jit)
+_log = rules.bind(elementary.log_of_normal, tl, triton.jit)
 
 
 @triton.jit
@@ -43,8 +43,7 @@ def entropy_kernel(
         q = tl.load(row + token, mask=token < V, other=0.0).to(tl.float32)
         bad |= is_bad(q).to(tl.int32)
         top = tl.maximum(top, q)
-        x = tl.where(q > 0.0, q, 1.0)
-        sums += (x * _log(x) * ONE).to(tl.int64)
+        sums += (q * _log(q) * ONE).to(tl.int64)
     bad = tl.max(bad, 0) > 0
     if entropy is not None:
         value = (-tl.sum(sums, 0)).to(tl.float32) * (1 / ONE) * scale

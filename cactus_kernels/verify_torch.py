@@ -127,10 +127,13 @@ class _Positions:
         if self.draft is not None:
             p_n = self.draft.at(request, j, n)
             bad |= self.draft.bad_at(request, j, p_n) & drafted
-        stat = self._statistics(at, drafted)
+        q_n, p_n = np.minimum(q_n, np.float32(1)), np.minimum(p_n, np.float32(1))
+        asked = drafted
+        if self.rule.solved == "drafted":  # c is at least 1
+            asked = drafted & ~bad & ~(u * p_n < q_n)
+        stat = self._statistics(at, asked)
         for s in stat or ():
             bad |= np.isnan(s) & drafted
-        q_n, p_n = np.minimum(q_n, np.float32(1)), np.minimum(p_n, np.float32(1))
         with np.errstate(all="ignore"):  # bad values
             h_n = self.body(q_n, q_n, p_n, True, stat, *(_of(s, request[:, 0]) for s in self.strengths))
             if inputs.budget is not None:
@@ -139,12 +142,12 @@ class _Positions:
         self.q_n[at], self.p_n[at], self.bad[at] = q_n, p_n, bad
         return accepted
 
-    def _statistics(self, at, drafted):
-        """What the rule reads of whole rows: a tuple of fp32 [R, C]; None if nothing."""
+    def _statistics(self, at, asked):
+        """What the rule reads of whole rows, those of positions that are asked for: a tuple of fp32 [R, C]; None if nothing."""
         names, solved = self.rule.statistics, self.rule.solved
         if not (names or solved):
             return None
-        request, j = (x[drafted] for x in np.broadcast_arrays(*at))
+        request, j = (x[asked] for x in np.broadcast_arrays(*at))
         if names:
             self.stat[: len(names), request, j] = row_statistics.compute(names, self.target, request, j)
         elif solved == "drafted":

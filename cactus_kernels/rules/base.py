@@ -29,7 +29,8 @@ class Rule:
         name: what `resolve_rule` knows it by.
         statistics: names of row statistics, see `cactus_kernels.row_statistics`.
         solved: "drafted" or "rejected": which row pairs `cactus_kernels.clip` is solved for before the body sees them; its
-            `stat` is then (b, c). None: not solved.
+            `stat` is then (b, c). Of the drafted ones, only where u * p_n >= q_n: since c >= 1, the others are accepted, and
+            have b = c = 1. None: not solved.
         keeps_proportions: whether h_n >= q_n wherever p_n > q_n, and r(x) is q(x) times a number in [(1 - h_n) / (1 - q_n), 1]:
             then a budget for the sequence can be kept.
         subtracts_draft: whether recovery takes the draft's probabilities off.

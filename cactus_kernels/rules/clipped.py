@@ -103,14 +103,14 @@ def Lenience(lenience: float = 0.5) -> Capped:
 class Optimal(Rule):
     """The least divergence for its acceptance, lossy: what is emitted is exactly `clip(p, b q, c q)`, b <= 1 <= c.
 
-    Reads one row pair, some five times (cap); every drafted row pair, some five times (price).
+    Reads one row pair (cap), or those of all drafted tokens that SpS would reject (price), some five times.
 
     n is accepted with probability `min(1, c q_n / p_n)`; recovery from `(b q - p)+`, with b such that the law sums to 1. For
     every f-divergence the largest acceptance at a given divergence has this form (docs/law.md). The law does not depend on
     the drafted token, and KL(P || q) <= ln c.
 
     `Optimal(cap=c)` fixes c, and solves for b where a token was rejected. `Optimal(price=k)` fixes c / b = k at every position:
-    the best for KL averaged over positions; it solves every drafted row pair.
+    the best for KL averaged over positions; it solves every drafted row pair that SpS would not accept already.
 
     Args:
         cap: c, a number, finite and at least 1, or a float tensor [B], smaller entries of which count as 1.
@@ -154,9 +154,10 @@ class Optimal(Rule):
 class Mentored(Rule):
     """Mentored decoding, lossy: `clip(p, b q, c q)`, b and c solved at every position for `KL(q || P) = kl`.
 
-    Reads every drafted row pair, some forty times.
+    Reads the row pairs of all drafted tokens that SpS would reject, some fifteen times.
 
-    Where KL(q || p) <= kl, every draft is accepted. The family of `Optimal`, with another multiplier at each position.
+    KL(q || P) is met within a millionth of kl and the rounding of the rows; where KL(q || p) <= kl, every draft is accepted.
+    The family of `Optimal`, with another multiplier at each position.
 
     Args:
         kl: nats, a number, finite and >= 0 (0 is SpS), or a float tensor [B].
