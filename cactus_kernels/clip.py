@@ -75,7 +75,7 @@ def solve(p, q, strength, form):
         else:
             b = at_price(pair, max(strength, np.float32(1)))
             c = b * max(strength, np.float32(1))
-        return b if b > 0 else np.float32(1), c
+        return b if b > 0 else np.float32(1), c  # with any b, where there is nothing to recover
 
 
 class Pair:
@@ -94,9 +94,8 @@ class Pair:
         for head, w in zip(self.heads, self.weights, strict=True):
             _bin_sums(bins, w, exact).cumsum(out=head[1:])
         self.p, self.q = self.heads[:2, -1].tolist()
-        self.added = (
-            EDGES * self.heads[1, :-1].astype(np.float64) - self.heads[0, :-1]
-        )  # at each edge, what recovery adds
+        # What recovery adds where b is at an edge.
+        self.added = EDGES * self.heads[1, :-1].astype(np.float64) - self.heads[0, :-1]
         self.looked_into = {}
 
     def below(self, x, side="left"):
@@ -156,6 +155,7 @@ def _bin_sums(bins, weights, exact):
 
 
 def at_cap(pair, cap):
+    """b, 0 where nothing is rejected."""
     p_t, q_t = pair.above(cap)
     rejected = float(p_t) - float(cap) * float(q_t)
     if rejected <= 0:
@@ -214,7 +214,7 @@ def at_kl(pair, kl):
         b_, c_, over_b = float(b), float(c), 1 / max(float(b), TINY)
         between = float(up_to - below) * (1 / NAT) + float((q_c - q_s) - (p_c - p_s)) * (1 / ONE)
         outside = float(q_s) * float(_log(b)) + float(q_t) * float(_log(c))
-        # What b, a rounded number, leaves of the sums' difference counts as far as the slope at the true one.
+        # b is rounded: what it leaves of the difference between the two sums is taken account of.
         left = (b_ * float(q_s) + c_ * float(q_t) - float(p_s + p_t)) * over_b if b < 1 else 0.0
         excess = between + (left - outside) * (1 / ONE) - float(kl)
         return b, excess, float(q_t) * (1 / ONE) * (over_b - 1 / c_), q_t
