@@ -45,8 +45,12 @@ setup(
             'flashspec>=0.3.1; python_version >= "3.11"',
         ],
         "plot": ["matplotlib>=3.8"],
+        "vllm": ['vllm>=0.24,<0.34; platform_system == "Linux"'],
     },
-    entry_points={"console_scripts": ["cactus-kernels=cactus_kernels.cli:main"]},
+    entry_points={
+        "console_scripts": ["cactus-kernels=cactus_kernels.cli:main"],
+        "vllm.general_plugins": ["cactus_kernels=cactus_kernels.plugins.vllm:register"],
+    },
     classifiers=[
         "Intended Audience :: Science/Research",
         "Programming Language :: Python :: 3",

@@ -1,0 +1,1 @@
+"""Adapters: others' tensors to `verify_from_logits` and back."""

@@ -1,0 +1,136 @@
+"""What tests of the vLLM plugin need beside it: tiny checkpoints, engines, and a repair of vLLM's CPU build.
+
+`register` is a plugin of vLLM's too, of the tests alone: workers in processes of their own find it by the package metadata
+that `as_plugin` writes.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+NAN_TEMPERATURE = 0.123  # a request with this temperature has NaN logits
+
+
+def repair():
+    """Repair vLLM's CPU build, where `expand_batch_to_tokens` leaves its output uninitialised (vLLM issue 55005): temperature,
+    top-k and top-p of speculation are arbitrary memory there, for stock as for us."""
+    from vllm.v1.sample import rejection_sampler
+
+    def expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
+        lengths = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+        return torch.where(x == replace_from, replace_to, x).repeat_interleave(lengths, output_size=num_tokens)
+
+    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+
+
+def register():
+    repair()
+    if os.environ.get("TEST_NAN"):
+        inject_nan()
+    if os.environ.get("TEST_CHANGED_SIGNATURE"):
+        change_signature()
+
+
+def inject_nan():
+    """Requests of temperature NAN_TEMPERATURE get target logits of NaN, but for a few that are finite."""
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+
+    stock = RejectionSampler.forward
+
+    def forward(self, metadata, draft_probs, logits, sampling_metadata):
+        if sampling_metadata.temperature is not None:
+            chosen = (sampling_metadata.temperature - NAN_TEMPERATURE).abs() < 1e-6
+            lengths = torch.tensor(metadata.num_draft_tokens) + 1
+            rows = chosen.repeat_interleave(lengths)
+            logits = torch.where(rows[:, None] & (torch.arange(logits.shape[1]) > 3), torch.nan, logits)
+        return stock(self, metadata, draft_probs, logits, sampling_metadata)
+
+    RejectionSampler.forward = forward
+
+
+def change_signature():
+    """As a later vLLM might: one more parameter, of unknown meaning."""
+    from vllm.v1.sample import rejection_sampler
+
+    stock = rejection_sampler.rejection_sample
+
+    def rejection_sample(
+        draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs, target_logits, bonus_token_ids,
+        sampling_metadata, synthetic_mode=False, synthetic_conditional_rates=None, use_fp64_gumbel=False, lookahead=None,
+    ):  # fmt: skip
+        return stock(
+            draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs, target_logits,
+            bonus_token_ids, sampling_metadata, synthetic_mode, synthetic_conditional_rates, use_fp64_gumbel,
+        )  # fmt: skip
+
+    rejection_sampler.rejection_sample = rejection_sample
+
+
+def as_plugin(directory):
+    """Environment for a process in which vLLM finds `register` above, beside the plugins that are installed."""
+    info = Path(directory) / "vllm_harness-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-harness\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nvllm_harness = vllm_harness:register\n")
+    path = os.pathsep.join([str(directory), str(Path(__file__).parent)])
+    return {**os.environ, **SETTINGS, "PYTHONPATH": path}
+
+
+SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def checkpoint(directory, seed, vocab_size=512, tables=None):
+    """A tiny Llama on disk with random weights; with `tables` fp32 [V, V], one whose logits are those of the current token's
+    row, whatever came before."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab_size, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=2048, tie_word_embeddings=False, bos_token_id=None,
+        eos_token_id=None, pad_token_id=None, initializer_range=0.3,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).float()
+    if tables is not None:
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.self_attn.o_proj.weight.zero_()
+                layer.mlp.down_proj.weight.zero_()
+            model.model.embed_tokens.weight.copy_(torch.eye(vocab_size, config.hidden_size))
+            # A row of one 1 has a root mean square of hidden_size^-1/2, which the norm divides by.
+            model.lm_head.weight.zero_()
+            model.lm_head.weight[:, :vocab_size] = tables.T / config.hidden_size**0.5
+    model.save_pretrained(directory)
+    return str(directory)
+
+
+def engine(target, speculative=None, cactus=None, **settings):
+    """An `LLM` in this process."""
+    os.environ.update(SETTINGS, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    from vllm import LLM
+
+    repair()
+    return LLM(
+        target, speculative_config=speculative, additional_config={} if cactus is None else {"cactus": cactus},
+        worker_extension_cls="cactus_kernels.plugins.vllm.worker.CactusWorker", skip_tokenizer_init=True,
+        enforce_eager=True, max_model_len=1024, max_num_seqs=64, dtype="float32", seed=0, disable_log_stats=False,
+        enable_prefix_caching=False, **settings,
+    )  # fmt: skip
+
+
+def main():
+    """For processes of their own: start an engine as the arguments say, a dict in Python's notation."""
+    engine(**eval(sys.argv[1]))  # noqa: S307
+
+
+if __name__ == "__main__":
+    main()
