@@ -88,27 +88,33 @@ SETTINGS = {
 }
 
 
-def checkpoint(directory, seed, vocab_size=512, tables=None):
-    """A tiny Llama on disk with random weights; with `tables` fp32 [V, V], one whose logits are those of the current token's
-    row, whatever came before."""
+def checkpoint(directory, noise=0.0, vocab_size=512, table=None, tokenizer=None):
+    """A tiny Llama on disk with random weights, always the same ones, plus Gaussian noise of so many times their deviation.
+
+    With a `table`, fp32 [V, V], its logits are the row of the current token, whatever came before.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(seed)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+    torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocab_size, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, max_position_embeddings=2048, tie_word_embeddings=False, bos_token_id=None,
-        eos_token_id=None, pad_token_id=None, initializer_range=0.3,
+        eos_token_id=None, pad_token_id=None, initializer_range=0.1,
     )  # fmt: skip
     model = LlamaForCausalLM(config).float()
-    if tables is not None:
-        with torch.no_grad():
+    with torch.no_grad():
+        for weights in model.parameters():
+            weights += noise * config.initializer_range * torch.randn(weights.shape)
+        if table is not None:
             for layer in model.model.layers:
                 layer.self_attn.o_proj.weight.zero_()
                 layer.mlp.down_proj.weight.zero_()
             model.model.embed_tokens.weight.copy_(torch.eye(vocab_size, config.hidden_size))
             # A row of one 1 has a root mean square of hidden_size^-1/2, which the norm divides by.
             model.lm_head.weight.zero_()
-            model.lm_head.weight[:, :vocab_size] = tables.T / config.hidden_size**0.5
+            model.lm_head.weight[:, :vocab_size] = table.T / config.hidden_size**0.5
     model.save_pretrained(directory)
     return str(directory)
 
@@ -129,7 +135,7 @@ def engine(target, speculative=None, cactus=None, **settings):
 
 def main():
     """For processes of their own: start an engine as the arguments say, a dict in Python's notation."""
-    engine(**eval(sys.argv[1]))  # noqa: S307
+    engine(**eval(sys.argv[1]))
 
 
 if __name__ == "__main__":

@@ -72,6 +72,8 @@ def activate(vllm_config):
         ValueError, TypeError: a rule, a strength or another setting that cannot be had.
         RuntimeError: a vLLM whose verification is not known here.
     """
+    from vllm.envs import VLLM_LOG_STATS_INTERVAL
+
     for place in (V1, V2):
         restore(place)
     config = vllm_config.additional_config
@@ -81,15 +83,13 @@ def activate(vllm_config):
     rule = parse_rule(settings)
     spec = vllm_config.speculative_config
     if spec is None:
-        raise ValueError(
-            f"additional_config has {KEY!r} but there is no speculative_config: nothing would be verified"
-        )
+        raise ValueError(f"additional_config has {KEY!r} but there is no speculative_config: nothing would be verified")
     if spec.num_speculative_tokens > MAX_DRAFT_TOKENS:
         raise ValueError(
             f"num_speculative_tokens may be at most {MAX_DRAFT_TOKENS} with {KEY!r}, got {spec.num_speculative_tokens}"
         )
     place = V2 if vllm_config.use_v2_model_runner else V1
-    verifier = Verifier(rule)
+    verifier = Verifier(rule, VLLM_LOG_STATS_INTERVAL)
     replace(place, verifier)
     if spec.rejection_sample_method == "standard" and getattr(vllm_config, "watermark_config", None) is None:
         logger.info("cactus_kernels: model runner %s verifies by %r", place.runner, rule)

@@ -18,14 +18,14 @@ class Verifier:
     T drafted tokens of B requests, at most K each; V the vocabulary. It never waits for the device.
     """
 
-    def __init__(self, rule, backend=None):
-        """rule: a `Rule`. backend: as in `verify`."""
-        self.rule, self.backend = rule, backend
+    def __init__(self, rule, interval=10.0, backend=None):
+        """rule: a `Rule`. interval: seconds between two lines of the log. backend: as in `verify`."""
+        self.rule, self.interval, self.backend = rule, interval, backend
         self.calls = 0
         self.invalid = None  # InvalidCount, once the device is known
 
     def status(self):
-        """{"rule", "calls", "invalid"}: the rule, how often it was called, requests with bad values so far. Waits for the device."""
+        """The rule, how often it has verified, and how many requests' steps had bad values. Waits for the device."""
         return {
             "rule": repr(self.rule),
             "calls": self.calls,
@@ -109,7 +109,7 @@ class Verifier:
         """Tokens for invalid requests; what every step ends with."""
         self.calls += 1
         if self.invalid is None:
-            self.invalid = InvalidCount(target_logits.device)
+            self.invalid = InvalidCount(target_logits.device, self.interval)
         fill_invalid(out, target_logits, cu_draft_tokens, has_bonus, self.invalid.total, self.backend)
         self.invalid.log()
 
@@ -127,15 +127,13 @@ def new_seeds(num_draft_tokens, generators, device):
 
 
 class InvalidCount:
-    """Requests with bad values: counted on the device, logged as often as vLLM logs its metrics."""
+    """Requests with bad values: counted on the device, and logged now and then."""
 
-    def __init__(self, device):
-        from vllm.envs import VLLM_LOG_STATS_INTERVAL
-
-        self.interval = VLLM_LOG_STATS_INTERVAL
+    def __init__(self, device, interval):
+        self.interval = interval
         self.total = torch.zeros(1, dtype=torch.int64, device=device)
         self.seen = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.logged, self.due = 0, time.monotonic() + self.interval
+        self.logged, self.due = 0, time.monotonic() + interval
 
     def log(self):
         """Log what was counted an interval ago, whose copy has long arrived, and begin to copy what is counted now."""
@@ -144,6 +142,8 @@ class InvalidCount:
         self.due = time.monotonic() + self.interval
         total = int(self.seen)
         if total > self.logged:
-            logger.warning("cactus_kernels: %d verifications met bad logits or ids, %d of them new", total, total - self.logged)
+            logger.warning(
+                "cactus_kernels: bad logits or ids in %d requests' steps, %d of them new", total, total - self.logged
+            )
             self.logged = total
         self.seen.copy_(self.total, non_blocking=True)
