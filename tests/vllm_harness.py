@@ -101,7 +101,7 @@ def checkpoint(directory, noise=0.0, vocab_size=512, table=None, tokenizer=None)
     config = LlamaConfig(
         vocab_size=vocab_size, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, max_position_embeddings=2048, tie_word_embeddings=False, bos_token_id=None,
-        eos_token_id=None, pad_token_id=None, initializer_range=0.1,
+        eos_token_id=None, pad_token_id=None, initializer_range=0.12,
     )  # fmt: skip
     model = LlamaForCausalLM(config).float()
     with torch.no_grad():
