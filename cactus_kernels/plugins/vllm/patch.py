@@ -15,6 +15,7 @@ from .verifier import Verifier
 
 KEY = "cactus"  # of vLLM's additional_config
 RULES = ("sps", "cactus", "cactus-kl", "capped", "lenience", "interpolation")  # those that read one row pair alone
+ADVICE = "use a release that docs/vllm.md names"
 logger = logging.getLogger("vllm.cactus_kernels")  # below vLLM's own, for its format and level
 
 
@@ -126,11 +127,9 @@ def replace(place, verifier):
     if names[:n] != place.reads or not set(names[n:]) <= {*place.ignored, *place.handed}:
         known = f"({', '.join(place.reads)}) and any of {', '.join((*place.ignored, *place.handed))}"
         raise RuntimeError(differs(f"{place.module}.rejection_sample", stock, known))
-    methods = (m for m in vars(module.RejectionSampler).values() if inspect.isfunction(m))
+    methods = (inspect.unwrap(m) for m in vars(module.RejectionSampler).values() if inspect.isfunction(m))
     if not any("rejection_sample" in m.__code__.co_names for m in methods):
-        raise RuntimeError(
-            differs(f"{place.module}.RejectionSampler", module.RejectionSampler, "one that calls rejection_sample")
-        )
+        raise RuntimeError(f"{place.module}.RejectionSampler of {release()} does not call rejection_sample: {ADVICE}")
     verify = {"V1": verifier.v1, "V2": verifier.v2}[place.runner]
 
     @functools.wraps(stock)
@@ -151,9 +150,11 @@ def restore(place):
 
 
 def differs(name, function, known):
+    """What to say where a function of vLLM is not the one known here."""
+    return f"{name} of {release()} takes {inspect.signature(function)}; cactus_kernels knows {known}: {ADVICE}"
+
+
+def release():
     from vllm import __version__
 
-    return (
-        f"{name} of vLLM {__version__} takes {inspect.signature(function)}; cactus_kernels knows {known}: use a release "
-        "that docs/vllm.md names"
-    )
+    return f"vLLM {__version__}"
