@@ -120,6 +120,7 @@ def test_a_server_answers_200_requests_some_of_them_with_bad_logits(tmp_path, pa
             texts = list(pool.map(ask, range(n)))
         steps, accepted = server.counter("num_drafts"), server.counter("num_accepted_tokens")
         status = server.call("cactus_status")
+        alone = [ask(i) for i in (0, 6, 9)]  # at temperature 0
         time.sleep(2.5)  # two intervals of the log, then a step
         ask(3)
         server.call("set_cactus", {"rule": "cactus", "delta": 0.0})
@@ -131,8 +132,9 @@ def test_a_server_answers_200_requests_some_of_them_with_bad_logits(tmp_path, pa
     print(f"tokens a step: {1 + accepted / steps:.3f}; {status}")
     assert [len(t) for t in texts] == [tokens] * n
     assert all(0 <= token < 256 for text in texts for token in text)
-    # Of those with NaN, what was verified is the largest of the four finite logits.
-    assert all(max(t[1:]) < 256 for t in texts[3::10])
+    assert alone == [texts[i] for i in (0, 6, 9)]
+    # Between the first token and the last one, which vLLM draws, these had four finite logits.
+    assert all(max(text[1:-1]) < 4 for text in texts[3::10])
     assert status["rule"] in ACTIVE and status["invalid"] > 20 and status["calls"] > 50
     assert lossless["rule"].startswith("Cactus(delta=0.0")
     assert accepted / steps > 1
@@ -150,21 +152,9 @@ def test_without_the_switch_a_worker_verifies_as_vllm_does(tmp_path, pair):
     assert "cactus_kernels:" not in server.text()
 
 
-@pytest.mark.parametrize(
-    "config, environment, message",
-    [
-        (
-            CACTUS,
-            {"TEST_CHANGED_SIGNATURE": "1"},
-            r"rejection_sample of vLLM \S+ takes .*lookahead.*cactus_kernels knows",
-        ),
-        (("--additional-config", '{"cactus": {"delta": -1}}'), {}, "delta must be finite and at least 0"),
-    ],
-    ids=["a changed signature", "a bad strength"],
-)
-def test_what_cannot_be_had_stops_the_start(tmp_path, pair, config, environment, message):
-    server = Server(tmp_path, pair, *config, **environment)
+def test_a_changed_signature_stops_the_start(tmp_path, pair):
+    server = Server(tmp_path, pair, *CACTUS, TEST_CHANGED_SIGNATURE="1")
     server.start()
     assert server.process.wait(120) != 0
-    assert re.search(message, server.text(), re.S), server.text()
+    assert re.search(r"rejection_sample of vLLM \S+ takes .*lookahead.*cactus_kernels knows", server.text())
     assert "verifies by" not in server.text()
