@@ -211,6 +211,18 @@ def test_runner_v2_in_the_interpreter(pair, plain):
     assert abs(lengths["stock"] - lengths["sps"]) < 6 * np.sqrt(2 * 4 / found["sps"][1][0])
 
 
+def test_an_eagle_head(pair, plain, tmp_path):
+    """A draft that reads the target's states comes through the same call."""
+    head = harness.eagle_head(tmp_path / "eagle", pair[0])
+    with Engine(pair[0], {**drafts(head), "method": "eagle"}, {"rule": "sps"}) as engine:
+        assert engine.generate(temperature=0)[0] == plain
+        _, lossless = engine.generate(temperature=1.0)
+        engine.call("set_cactus", {"delta": 0.05})
+        _, lossy = engine.generate(temperature=1.0)
+        assert engine.call("cactus_status")["calls"] > 30
+    assert lossy[2] / lossy[0] > lossless[2] / lossless[0] + 0.2
+
+
 def test_ngram_drafts(pair, plain):
     """The last engine of this process: n-grams import numba, beside which vLLM's CPU build starts no further one."""
     prompts = [[5, 6, 7, 8, i, 5, 6, 7, 8, i, 5, 6] for i in range(16)]

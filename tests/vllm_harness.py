@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 NAN_TEMPERATURE = 0.123  # a request with this temperature has NaN logits
 
@@ -122,6 +123,27 @@ def checkpoint(directory, noise=0.0, vocab_size=512, table=None, tokenizer=None)
             model.lm_head.weight.zero_()
             model.lm_head.weight[:, :vocab_size] = table.T / config.hidden_size**0.5
     model.save_pretrained(directory)
+    return str(directory)
+
+
+def eagle_head(directory, target):
+    """An EAGLE head with random weights for a checkpoint: one layer over a token's embedding and the target's last state."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target)
+    config = model.config
+    weights = {
+        name.removeprefix("model."): x
+        for name, x in model.state_dict().items()
+        if name.startswith("model.layers.0.") and "input_layernorm" not in name
+    }
+    weights["embed_tokens.weight"] = model.model.embed_tokens.weight.detach()
+    width = config.hidden_size
+    torch.manual_seed(2)
+    weights["fc.weight"] = torch.cat([0.1 * torch.randn(width, width), torch.eye(width)], 1)
+    config.num_hidden_layers = 1
+    config.save_pretrained(directory)
+    save_file({k: x.contiguous() for k, x in weights.items()}, Path(directory) / "model.safetensors")
     return str(directory)
 
 
