@@ -65,11 +65,12 @@ class Engine:
         names = "num_drafts", "num_draft_tokens", "num_accepted_tokens"
         return np.array([found.get(f"vllm:spec_decode_{name}", 0) for name in names])
 
-    def generate(self, max_tokens=40, prompts=PROMPTS, **params):
-        """The tokens of each text, and the counters of drafts, drafted and accepted tokens."""
+    def generate(self, max_tokens=40, prompts=PROMPTS, each=None, **params):
+        """The tokens of each text, and the counters of drafts, drafted and accepted tokens. each: parameters of each text."""
         from vllm import SamplingParams
 
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, detokenize=False, **params)
+        params = {"max_tokens": max_tokens, "ignore_eos": True, "detokenize": False, **params}
+        params = [SamplingParams(**params, **own) for own in each or [{}] * len(prompts)]
         torch.manual_seed(1)  # drafts are drawn from torch's own generator
         before = self.counters()
         outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
@@ -203,10 +204,13 @@ def test_runner_v2_in_the_interpreter(pair, plain):
     lengths = {name: 1 + accepted / steps for name, (_, (steps, _, accepted)) in found.items()}
     print("tokens a step, V2:", {name: round(length, 2) for name, length in lengths.items()})
     assert texts["stock, greedy"] == texts["greedy"] == [text[:12] for text in plain[:6]]
-    assert texts["sps"] == texts["sps again"] == texts["0.0"] != texts["0.05"]
+    assert texts["sps"] == texts["0.0"] != texts["0.05"]
     assert texts["1.0"] == texts["1.0, kernels"]
     assert texts["truncated"] != texts["1.0"]
     assert lengths["sps"] < lengths["0.05"] - 0.5 < lengths["1.0"] - 0.5
+    assert texts["each"] == [texts[("0.0", "1.0", "0.05")[i % 3]][i] for i in range(len(prompts))]
+    assert status["after"] == texts["0.05"]
+    assert status["refused"] == "cactus_delta must be a finite number of at least 0, got 'much'"
     # Of some 40 drafts, with K + 1 = 5 values: the means of two samples differ by less than 6 deviations.
     assert abs(lengths["stock"] - lengths["sps"]) < 6 * np.sqrt(2 * 4 / found["sps"][1][0])
 

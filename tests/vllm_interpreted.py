@@ -46,6 +46,7 @@ def shims():
 def main(target, draft, prompts):
     shims()
     from test_vllm import Engine, drafts
+    from vllm.exceptions import VLLMValidationError
 
     few = {"prompts": prompts, "max_tokens": 12}
     random = {"temperature": 1.0, "seed": 7, **few}
@@ -55,7 +56,6 @@ def main(target, draft, prompts):
         found["stock, greedy"] = engine.generate(temperature=0, **few)
     with Engine(target, drafts(draft), {"rule": "sps"}) as engine:
         found["sps"] = engine.generate(**random)
-        found["sps again"] = engine.generate(**random)
         for delta in (0.0, 0.05, 1.0):
             engine.call("set_cactus", {"delta": delta})
             found[str(delta)] = engine.generate(**random)
@@ -64,6 +64,16 @@ def main(target, draft, prompts):
         engine.llm.collective_rpc(lambda worker: setattr(worker.cactus, "backend", "triton"))
         found["1.0, kernels"] = engine.generate(**random)
         status = engine.call("cactus_status")
+    each = {"logits_processors": ["cactus_kernels.plugins.vllm.request:RequestDelta"]}
+    with Engine(target, drafts(draft), {"delta": 0.05}, **each) as engine:
+        own = [{"cactus_delta": 0.0}, {"cactus_delta": 1.0}, {}]
+        own = [{"extra_args": own[i % 3]} for i in range(len(prompts))]
+        found["each"] = engine.generate(**random, each=own)
+        try:
+            engine.generate(**random, extra_args={"cactus_delta": "much"})
+        except VLLMValidationError as error:
+            status["refused"] = str(error)
+        status["after"] = engine.generate(**random)[0]
     print(json.dumps({k: (texts, counters.tolist()) for k, (texts, counters) in found.items()} | {"status": status}))
 
 

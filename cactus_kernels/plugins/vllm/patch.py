@@ -139,6 +139,7 @@ def replace(place, verifier):
             return stock(*args, **kwargs)
         return verify(*(given[name] for name in place.reads))
 
+    rejection_sample.verifier = verifier
     module.rejection_sample = rejection_sample
 
 

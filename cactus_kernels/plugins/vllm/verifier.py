@@ -2,10 +2,12 @@
 
 import logging
 import time
+from dataclasses import replace
 
 import torch
 
 from ...fallback import fill_invalid
+from ...rules import Cactus
 from ...sampling import Sampling
 from ...verify import verify_from_logits
 
@@ -21,6 +23,7 @@ class Verifier:
     def __init__(self, rule, interval=10.0, backend=None):
         """rule: a `Rule`. interval: seconds between two lines of the log. backend: as in `verify`."""
         self.rule, self.interval, self.backend = rule, interval, backend
+        self.deltas = None  # of V2's slots, where requests may have their own: see `request`
         self.calls = 0
         self.invalid = None  # InvalidCount, once the device is known
 
@@ -93,7 +96,8 @@ class Verifier:
         request = torch.searchsorted(cu_draft_tokens[1:-1], n, right=True)
         temperature = temperature[idx_mapping]
         out = verify_from_logits(
-            target_logits, draft_logits, draft_sampled[n + request + 1].long(), self.rule, seed=seed[idx_mapping],
+            target_logits, draft_logits, draft_sampled[n + request + 1].long(), self._rule_of(idx_mapping),
+            seed=seed[idx_mapping],
             # A step at position x uses rows x (K + 1) to x (K + 1) + K, and the next one is at x + 1 at least: no row is
             # used twice, and a seed gives the same text whatever else the server does.
             offset=pos[cu_num_logits[:-1]] * (K + 1),
@@ -104,6 +108,13 @@ class Verifier:
         )  # fmt: skip
         self._fill(out, target_logits, cu_draft_tokens, has_bonus=True)
         return out.token_ids, out.num_accepted + 1
+
+    def _rule_of(self, idx_mapping):
+        """The rule with the deltas of requests, where they have their own."""
+        if self.deltas is None or not isinstance(self.rule, Cactus):
+            return self.rule
+        own = self.deltas.gpu[idx_mapping]
+        return replace(self.rule, delta=torch.where(own.isnan(), self.rule.delta, own))
 
     def _fill(self, out, target_logits, cu_draft_tokens, has_bonus):
         """Tokens for invalid requests; what every step ends with."""
