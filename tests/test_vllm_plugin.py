@@ -1,6 +1,7 @@
-"""vLLM's tensors through the plugin's `Verifier`, without vLLM: laws, what the two model runners share, bad values, streams."""
+"""The vLLM plugin without vLLM: laws, what the two model runners share, bad values, streams, settings, signatures."""
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from exact import FALSE_ALARM, chi_square_p_value, emitted
 
 from cactus_kernels import Cactus, SpS, law, verify_from_logits
 from cactus_kernels.plugins.vllm import verifier as plugin
-from cactus_kernels.plugins.vllm.patch import parse_rule
+from cactus_kernels.plugins.vllm.patch import V1, V2, activate, parse_rule, replace
 from cactus_kernels.plugins.vllm.verifier import Verifier, new_seeds
 
 V = 12
@@ -38,22 +39,39 @@ def pair(seed=0, sharpness=1.5):
     return q, p
 
 
+def v2(verifier, q, p, ids):
+    """V2's call for requests of one drafted token, in slots turned by one: logits q, p [V], p None: one-hot drafts."""
+    B = len(ids)
+    rows = q.log().float().expand(2 * B, V)
+    draft = None if p is None else p.log().float().expand(B, 1, V)
+    fed = torch.stack([torch.zeros_like(ids), ids], 1).view(-1)
+    slot, local = torch.arange(B).roll(1).int(), torch.arange(2).repeat(B)
+    tokens, _ = verifier.v2(
+        rows, draft, fed, torch.arange(0, 2 * B + 1, 2).int(), 100 + local, slot, slot.repeat_interleave(2), local,
+        torch.ones(B), torch.arange(B), 1,
+    )  # fmt: skip
+    return tokens
+
+
+@pytest.mark.parametrize("runner", ["V1", "V2"])
 @pytest.mark.parametrize("one_hot", [False, True], ids=["draft", "one-hot draft"])
 @pytest.mark.parametrize("delta", [0.0, 0.05, 1.0])
-def test_100_000_tokens_follow_the_exact_law(delta, one_hot):
+def test_100_000_tokens_follow_the_exact_law(delta, one_hot, runner):
     q, p = pair()
-    B = 100_000
+    B, verifier = 100_000, Verifier(Cactus(delta))
     torch.manual_seed(int(100 * delta) + one_hot)
     ids = torch.multinomial(p, B, replacement=True).int()
     if one_hot:
         ids.fill_(3)  # whatever proposes it
         p = torch.nn.functional.one_hot(torch.tensor(3), V).double()
-    rows = q.log().float().expand(B, V).contiguous()
-    draft = None if one_hot else p.float().expand(B, V).contiguous()
-    out = v1(Verifier(Cactus(delta)), rows, draft, ids, [1] * B, torch.ones(B))
-    counts = torch.bincount(out[:, 0], minlength=V).double()
+    if runner == "V1":
+        rows, draft = (x.float().expand(B, V).contiguous() for x in (q.log(), p))
+        out = v1(verifier, rows, None if one_hot else draft, ids, [1] * B, torch.ones(B))
+    else:
+        out = v2(verifier, q, None if one_hot else p, ids)
     expected = law.emitted(p, q, Cactus(delta))
     np.testing.assert_allclose(expected, emitted(p.numpy(), q.numpy(), delta), atol=1e-12)
+    counts = torch.bincount(out[:, 0], minlength=V).double()
     assert chi_square_p_value(counts.numpy(), expected.numpy()) > FALSE_ALARM
 
 
@@ -277,3 +295,93 @@ def test_settings_name_a_rule(settings, expected):
 def test_bad_settings_are_refused(settings, error, message):
     with pytest.raises(error, match=message):
         parse_rule(settings)
+
+
+# What follows the leading parameters of `rejection_sample`, as releases of vLLM have it.
+FLY = ["fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k"]
+V1_OPTIONS = ["synthetic_mode", "synthetic_conditional_rates", "use_fp64_gumbel"]
+V2_OPTIONS = ["synthetic_conditional_rates", "use_fp64", "use_block_verification", "contexts", "watermarking"]
+RELEASES = {
+    "V1 of 0.24 to 0.32": (V1, V1_OPTIONS),
+    "V1 of 0.33": (V1, V1_OPTIONS + FLY),
+    "V2 of 0.24": (V2, V2_OPTIONS[:2]),
+    "V2 of 0.28": (V2, V2_OPTIONS[:3]),
+    "V2 of 0.31": (V2, [*V2_OPTIONS, "watermark_key"]),
+    "V2 of 0.32": (V2, [*V2_OPTIONS, "watermarking_skip_mask", "watermark_key"]),
+    "V2 of 0.33": (V2, [*V2_OPTIONS, "watermarking_skip_mask", "watermark_key", *FLY]),
+}
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """A function that puts a module of vLLM's in place whose `rejection_sample` takes what it is told to."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.99"))
+    monkeypatch.setitem(sys.modules, "vllm.envs", SimpleNamespace(VLLM_LOG_STATS_INTERVAL=10.0))
+
+    def make(place, leading, options, calls="rejection_sample"):
+        module = ModuleType(place.module)
+        parameters = ", ".join([*leading, *(f"{name}=None" for name in options)])
+        source = (
+            f"def rejection_sample({parameters}): return 'stock'\nclass RejectionSampler:\n def forward(self): {calls}"
+        )
+        exec(source, module.__dict__)
+        monkeypatch.setitem(sys.modules, place.module, module)
+        return module
+
+    return make
+
+
+@pytest.mark.parametrize("place, options", RELEASES.values(), ids=RELEASES.keys())
+def test_calls_reach_the_verifier_or_stock(vllm, place, options):
+    """Every known release: standard verification is ours, however it is called; block, fly and the like are vLLM's."""
+    module = vllm(place, place.reads, options)
+    ours = SimpleNamespace(v1=lambda *args: args, v2=lambda *args: args)
+    replace(place, ours)
+    values = tuple(range(len(place.reads)))
+    call = module.rejection_sample
+    assert call(*values) == values == call(**dict(zip(place.reads, values, strict=True)))
+    assert call(*values, **dict.fromkeys(options)) == values
+    for name in options:
+        for value in (True, 5, torch.zeros(2)):
+            assert call(*values, **{name: value}) == ("stock" if name in place.handed else values)
+        assert call(*values, **{name: False}) == call(*values, **{name: 0}) == values
+
+
+@pytest.mark.parametrize("place", [V1, V2], ids=["V1", "V2"])
+def test_a_signature_that_is_not_known_is_refused(vllm, place):
+    ours = SimpleNamespace(v1=None, v2=None)
+    for leading, options in (
+        (place.reads, ["lookahead"]),
+        ((place.reads[1], place.reads[0], *place.reads[2:]), []),
+        (place.reads[:-1], []),
+    ):
+        module = vllm(place, leading, options)
+        stock = module.rejection_sample
+        with pytest.raises(RuntimeError, match=r"rejection_sample of vLLM 0\.99 takes .*; cactus_kernels knows"):
+            replace(place, ours)
+        assert module.rejection_sample is stock
+    vllm(place, place.reads, [], calls="another_function")
+    with pytest.raises(RuntimeError, match=r"RejectionSampler of vLLM 0\.99 does not call rejection_sample"):
+        replace(place, ours)
+
+
+@pytest.mark.parametrize("place", [V1, V2], ids=["V1", "V2"])
+@pytest.mark.parametrize("method", ["standard", "block"])
+def test_the_log_says_what_verifies(vllm, caplog, place, method):
+    module = vllm(place, place.reads, [])
+    stock = module.rejection_sample
+    spec = SimpleNamespace(num_speculative_tokens=4, rejection_sample_method=method)
+    config = SimpleNamespace(
+        additional_config={"cactus": {"delta": 0.5}}, speculative_config=spec, use_v2_model_runner=place is V2
+    )
+    with caplog.at_level("INFO", logger="vllm.cactus_kernels"):
+        assert repr(activate(config).rule) in activate(config).status()["rule"]
+    assert module.rejection_sample.__wrapped__ is stock  # once, though activated twice
+    said = {r.getMessage() for r in caplog.records}
+    assert said == {
+        f"cactus_kernels: model runner {place.runner} verifies by Cactus(delta=0.5, divergence='taylor')"
+        if method == "standard"
+        else "cactus_kernels: watermarks and rejection_sample_method 'block' are left to vLLM's own verification"
+    }
+    config.additional_config = {}
+    assert activate(config) is None and module.rejection_sample is stock
