@@ -1,5 +1,9 @@
 """`fill_invalid`: the tokens of requests whose values were bad, and no others."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -58,3 +62,47 @@ def test_invalid_requests_get_the_arg_max_of_the_finite_logits(backend, has_bonu
     assert ((out.token_ids >= 0).sum(1) == out.num_accepted + 1).all()
     assert count.item() == 40 + len(expected)
     assert torch.equal(rows.view(torch.uint8), before.view(torch.uint8))
+
+
+COMPILE = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from cactus_kernels import VerifyOutput, fallback_triton
+
+
+class Driver:
+    get_current_target = lambda self: GPUTarget({target})
+    get_current_device = lambda self: 0
+    get_current_stream = lambda self, device: 0
+
+
+class Kernel:
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: print(sorted(self.kernel.run(*args, grid=grid, warmup=True, **kwargs).asm))
+
+
+driver.set_active(Driver())
+fallback_triton.fill_kernel = Kernel(fallback_triton.fill_kernel)
+zeros = torch.zeros(2, dtype=torch.int32)
+for dtype, has_bonus in ((torch.float32, True), (torch.bfloat16, False)):
+    out = VerifyOutput(torch.zeros(2, 4, dtype=torch.int64), zeros, zeros.bool())
+    fallback_triton.fill_invalid(out, torch.zeros(8, 50_257, dtype=dtype), torch.zeros(3).int(), has_bonus, zeros[:1].long())
+"""
+
+
+@pytest.mark.parametrize("target", ["'cuda', 90, 32", "'hip', 'gfx942', 64"], ids=["sm_90", "gfx942"])
+def test_the_kernel_compiles(target, tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE.format(target=target)], capture_output=True, text=True, env=environment
+    )
+    if "ROCm linker" in done.stderr:
+        pytest.skip("this triton package has no linker for AMD GPUs: it expects that of a ROCm installation")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("cubin" if "cuda" in target else "hsaco") == 2
