@@ -45,7 +45,7 @@ setup(
             'flashspec>=0.3.1; python_version >= "3.11"',
         ],
         "plot": ["matplotlib>=3.8"],
-        "vllm": ['vllm>=0.24,<0.34; platform_system == "Linux"'],
+        "vllm": ['vllm>=0.28,<0.34; platform_system == "Linux"'],
     },
     entry_points={
         "console_scripts": ["cactus-kernels=cactus_kernels.cli:main"],

@@ -273,6 +273,9 @@ def test_offsets_of_runner_v2_are_never_used_twice(monkeypatch):
         ({"rule": "sps"}, "SpS()"),
         ({"delta": 0.25}, "Cactus(delta=0.25, divergence='taylor')"),
         ({"rule": "cactus-kl", "delta": 0.1}, "Cactus(delta=0.1, divergence='kl')"),
+        ({"rule": "capped", "cap": 3}, "Capped(cap=3)"),
+        ({"rule": "lenience", "lenience": 0.5}, "Capped(cap=2.0)"),
+        ({"rule": "interpolation", "weight": 0.25}, "Interpolation(weight=0.25)"),
     ],
 )
 def test_settings_name_a_rule(settings, expected):
@@ -302,11 +305,10 @@ FLY = ["fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k"]
 V1_OPTIONS = ["synthetic_mode", "synthetic_conditional_rates", "use_fp64_gumbel"]
 V2_OPTIONS = ["synthetic_conditional_rates", "use_fp64", "use_block_verification", "contexts", "watermarking"]
 RELEASES = {
-    "V1 of 0.24 to 0.32": (V1, V1_OPTIONS),
+    "V1 of 0.28 to 0.32": (V1, V1_OPTIONS),
     "V1 of 0.33": (V1, V1_OPTIONS + FLY),
-    "V2 of 0.24": (V2, V2_OPTIONS[:2]),
-    "V2 of 0.28": (V2, V2_OPTIONS[:3]),
-    "V2 of 0.31": (V2, [*V2_OPTIONS, "watermark_key"]),
+    "V2 of 0.28 and 0.29": (V2, V2_OPTIONS[:3]),
+    "V2 of 0.30 and 0.31": (V2, [*V2_OPTIONS, "watermark_key"]),
     "V2 of 0.32": (V2, [*V2_OPTIONS, "watermarking_skip_mask", "watermark_key"]),
     "V2 of 0.33": (V2, [*V2_OPTIONS, "watermarking_skip_mask", "watermark_key", *FLY]),
 }
@@ -315,7 +317,7 @@ RELEASES = {
 @pytest.fixture
 def vllm(monkeypatch):
     """A function that puts a module of vLLM's in place whose `rejection_sample` takes what it is told to."""
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.99"))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.9"))
     monkeypatch.setitem(sys.modules, "vllm.envs", SimpleNamespace(VLLM_LOG_STATS_INTERVAL=10.0))
 
     def make(place, leading, options, calls="rejection_sample"):
@@ -357,11 +359,11 @@ def test_a_signature_that_is_not_known_is_refused(vllm, place):
     ):
         module = vllm(place, leading, options)
         stock = module.rejection_sample
-        with pytest.raises(RuntimeError, match=r"rejection_sample of vLLM 0\.99 takes .*; cactus_kernels knows"):
+        with pytest.raises(RuntimeError, match=r"rejection_sample of vLLM 0\.32\.9 takes .*; cactus_kernels knows"):
             replace(place, ours)
         assert module.rejection_sample is stock
     vllm(place, place.reads, [], calls="another_function")
-    with pytest.raises(RuntimeError, match=r"RejectionSampler of vLLM 0\.99 does not call rejection_sample"):
+    with pytest.raises(RuntimeError, match=r"RejectionSampler of vLLM 0\.32\.9 does not call rejection_sample"):
         replace(place, ours)
 
 
@@ -385,3 +387,21 @@ def test_the_log_says_what_verifies(vllm, caplog, place, method):
     }
     config.additional_config = {}
     assert activate(config) is None and module.rejection_sample is stock
+
+
+@pytest.mark.parametrize(
+    "version, known", [("0.27.1", 0), ("0.28.0", 1), ("0.33.2.dev1", 1), ("0.34.0", 0), ("dev", 0)]
+)
+def test_releases_that_were_not_read_are_refused(vllm, monkeypatch, version, known):
+    """A release may mean something else by the same names: before 0.28 the draft's logits of V2 had their temperature."""
+    vllm(V1, V1.reads, [])
+    monkeypatch.setattr(sys.modules["vllm"], "__version__", version)
+    spec = SimpleNamespace(num_speculative_tokens=4, rejection_sample_method="standard")
+    config = SimpleNamespace(additional_config={"cactus": {}}, speculative_config=spec, use_v2_model_runner=False)
+    if known:
+        assert activate(config) is not None
+    else:
+        with pytest.raises(RuntimeError, match=rf"knows vLLM 0\.28 to 0\.33, got vLLM {version}"):
+            activate(config)
+    config.additional_config = {}
+    assert activate(config) is None

@@ -4,6 +4,7 @@ import functools
 import importlib
 import inspect
 import logging
+import re
 import sys
 from dataclasses import dataclass
 
@@ -15,6 +16,10 @@ from .verifier import Verifier
 
 KEY = "cactus"  # of vLLM's additional_config
 RULES = ("sps", "cactus", "cactus-kl", "capped", "lenience", "interpolation")  # those that read one row pair alone
+OLDEST, NEWEST = (
+    (0, 28),
+    (0, 33),
+)  # releases of vLLM whose tensors mean what `Verifier` takes them for; names do not tell
 ADVICE = "use a release that docs/vllm.md names"
 logger = logging.getLogger("vllm.cactus_kernels")  # below vLLM's own, for its format and level
 
@@ -81,6 +86,7 @@ def activate(vllm_config):
     settings = config.get(KEY) if isinstance(config, dict) else None
     if settings is None:
         return None
+    check_release()
     rule = parse_rule(settings)
     spec = vllm_config.speculative_config
     if spec is None:
@@ -153,6 +159,14 @@ def restore(place):
 def differs(name, function, known):
     """What to say where a function of vLLM is not the one known here."""
     return f"{name} of {release()} takes {inspect.signature(function)}; cactus_kernels knows {known}: {ADVICE}"
+
+
+def check_release():
+    """Raise RuntimeError for a vLLM that is not known here."""
+    numbers = re.match(r"(\d+)\.(\d+)\b", release().split()[1])
+    if numbers is None or not OLDEST <= tuple(map(int, numbers.groups())) <= NEWEST:
+        oldest, newest = (".".join(map(str, x)) for x in (OLDEST, NEWEST))
+        raise RuntimeError(f"cactus_kernels knows vLLM {oldest} to {newest}, got {release()}: {ADVICE}")
 
 
 def release():

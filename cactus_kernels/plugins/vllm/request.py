@@ -3,7 +3,6 @@
 import importlib
 
 import torch
-from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
 from ...rules import Cactus
@@ -20,6 +19,8 @@ class RequestDelta(LogitsProcessor):
 
     def __init__(self, vllm_config, req_states):
         """Raises ValueError where vLLM was not told to verify by a rule with a delta."""
+        from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor  # here: vLLM's front end imports this file too
+
         verifier = getattr(importlib.import_module(V2.module).rejection_sample, "verifier", None)
         if verifier is None or not isinstance(verifier.rule, Cactus):
             raise ValueError(
