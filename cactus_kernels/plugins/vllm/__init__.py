@@ -19,7 +19,7 @@ def register():
     from .patch import activate, differs
 
     stock = WorkerBase.__init__
-    if hasattr(stock, "__wrapped__"):  # vLLM may load its plugins more than once
+    if hasattr(stock, "activates_cactus"):  # vLLM may load its plugins more than once
         return
     if list(inspect.signature(stock).parameters)[:2] != ["self", "vllm_config"]:
         raise RuntimeError(
@@ -31,4 +31,5 @@ def register():
         stock(self, vllm_config, *args, **kwargs)
         self.cactus = activate(vllm_config)
 
+    __init__.activates_cactus = True
     WorkerBase.__init__ = __init__

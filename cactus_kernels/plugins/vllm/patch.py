@@ -152,8 +152,8 @@ def replace(place, verifier):
 def restore(place):
     """Let vLLM verify at a place again."""
     module = sys.modules.get(place.module)
-    if module is not None:
-        module.rejection_sample = getattr(module.rejection_sample, "__wrapped__", module.rejection_sample)
+    if module is not None and hasattr(module.rejection_sample, "verifier"):
+        module.rejection_sample = module.rejection_sample.__wrapped__
 
 
 def differs(name, function, known):

@@ -6,6 +6,8 @@ from .patch import parse_rule
 class CactusWorker:
     """For vLLM's `worker_extension_cls`: its methods become those of every worker."""
 
+    cactus = None  # a `Verifier` where this worker was started with one
+
     def cactus_status(self):
         """What this worker verifies by: {"rule", "calls", "invalid"}, or None where vLLM verifies. Waits for the device."""
         return None if self.cactus is None else self.cactus.status()
