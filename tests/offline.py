@@ -138,6 +138,14 @@ def ways():
         "from logits, the draft's statistics given": Inputs(
             **flat | {"sampling": Sampling(), "draft_stats": RowStats(torch.zeros(3, 8))}
         ),
+        "from logits, as vLLM's model runner V1 has them": Inputs(
+            **flat | {"target": q[0, :3], "draft_token_ids": ids[0].int(), "sampling": Sampling(torch.ones(2)), "offset": 0}
+            | {"bonus_token_ids": numbers.int()}
+        ),
+        "from logits, as vLLM's model runner V2 has them": Inputs(
+            **flat | {"target": flat["target"].bfloat16(), "draft": p.bfloat16(), "sampling": Sampling(torch.ones(2))}
+            | {"draft_sampling": Sampling(torch.ones(2)), "row_map": numbers.int()}
+        ),
     }  # fmt: skip
 
 
