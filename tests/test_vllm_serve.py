@@ -142,6 +142,26 @@ def test_a_server_answers_200_requests_some_of_them_with_bad_logits(tmp_path, pa
     assert "cactus_kernels: bad logits or ids in" in server.text()
 
 
+def test_two_workers_emit_the_same_tokens(tmp_path, pair):
+    """Tensor parallelism: each of two workers draws for itself, and every step comes out the same."""
+
+    def ask(i):
+        body = {
+            "model": "tiny", "prompt": f"request {i}", "max_tokens": 16, "ignore_eos": True, "return_token_ids": True,
+            "temperature": (0.7, 1.0)[i % 2], **({"seed": i} if i % 4 < 2 else {}),
+        }  # fmt: skip
+        return server.post("/v1/completions", body)["choices"][0]["token_ids"]
+
+    parallel = ["--tensor-parallel-size", "2"]
+    with Server(tmp_path, pair, *CACTUS, *parallel, TEST_DIGEST="1", VLLM_SERVER_DEV_MODE="1") as server:
+        with ThreadPoolExecutor(8) as pool:
+            texts = list(pool.map(ask, range(24)))
+        one, two = server.post("/collective_rpc", {"method": "cactus_status"})["results"]
+    assert [len(text) for text in texts] == [16] * 24
+    assert one == two and one["calls"] > 10 and one["invalid"] == 0
+    assert server.text().count(ACTIVE) == 2
+
+
 def test_without_the_switch_a_worker_verifies_as_vllm_does(tmp_path, pair):
     with Server(tmp_path, pair, VLLM_SERVER_DEV_MODE="1") as server:
         assert server.call("cactus_status") is None

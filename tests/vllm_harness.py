@@ -33,6 +33,8 @@ def register():
         inject_nan()
     if os.environ.get("TEST_CHANGED_SIGNATURE"):
         change_signature()
+    if os.environ.get("TEST_DIGEST"):
+        digest()
 
 
 def inject_nan():
@@ -69,6 +71,20 @@ def change_signature():
         )  # fmt: skip
 
     rejection_sampler.rejection_sample = rejection_sample
+
+
+def digest():
+    """A worker's status has a hash of all tokens that it emitted."""
+    from cactus_kernels.plugins.vllm.verifier import Verifier
+
+    fill, status = Verifier._fill, Verifier.status
+
+    def _fill(self, out, *args, **kwargs):
+        fill(self, out, *args, **kwargs)
+        self.digest = hash((getattr(self, "digest", 0), *out.token_ids.flatten().tolist()))
+
+    Verifier._fill = _fill
+    Verifier.status = lambda self: {**status(self), "digest": self.digest}
 
 
 def as_plugin(directory):
