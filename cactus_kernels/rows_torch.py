@@ -85,7 +85,7 @@ class LogitRows(ProbRows):
         return weights * stats[..., NORM]
 
     def bad_at(self, request, position, probs):
-        return np.broadcast_to(np.isnan(self.stats_of(request, position)[..., NORM]), probs.shape)
+        return np.isnan(probs)  # as every probability of a bad row is
 
     def bad_whole(self, probs):
         return np.zeros(len(probs), dtype=bool)  # seen at the gathered entries, which are those of the same row
