@@ -70,20 +70,26 @@ def figures(target, *options):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def table(found):
-    """Registers of a thread, of rows aligned / odd. found: {target: figures of every case}."""
-    lines = ["| kernel | of | " + " | ".join(found) + " |", "|---|---|" + "---|" * len(found)]
-    for case, kernels in next(iter(found.values())).items():
+def column(found):
+    """Registers of a thread in rows aligned / odd, {(kernel, what it is of): text}. found: figures of every case of a target."""
+    cells = {}
+    for case, kernels in found.items():
         if not case.endswith(", aligned"):
             continue
         what = case.removesuffix(", aligned")
         for kernel in kernels:
-            if kernel == "verify_kernel" and what.startswith(tuple(RULES)):
-                continue
-            pairs = [[f[f"{what}, {side}"][kernel]["registers"] for side in ("aligned", "odd")] for f in found.values()]
-            cells = " | ".join(f"{aligned} / {odd}" for aligned, odd in pairs)
-            lines.append(f"| {kernel} | {what} | {cells} |")
-    return "\n".join(lines) + "\n"
+            if kernel != "verify_kernel" or not what.startswith(tuple(RULES)):
+                pair = [found[f"{what}, {side}"][kernel]["registers"] for side in ("aligned", "odd")]
+                cells[kernel, what] = f"{pair[0]} / {pair[1]}"
+    return cells
+
+
+def table(columns):
+    """columns: {target: what `column` gives}."""
+    lines = [["kernel", "of", *columns], ["---"] * (2 + len(columns))]
+    for key in next(iter(columns.values())):
+        lines.append([*key, *(cells[key] for cells in columns.values())])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 class Mixture(Rule):
@@ -270,4 +276,4 @@ if __name__ == "__main__":
     if sys.argv[1:]:
         print(json.dumps(compile_all(sys.argv[1], "brief" in sys.argv[2:])))
     else:
-        print(table({target: figures(target) for target in TARGETS}), end="")
+        print(table({target: column(figures(target)) for target in TARGETS}), end="")
