@@ -1,8 +1,10 @@
 """Fuzzed cases for `verify`, and backends compared on them bit for bit. For the tests and `cactus-kernels check`."""
 
+import inspect
 import random
 from dataclasses import fields, is_dataclass
 from functools import partial
+from types import FunctionType
 
 import torch
 
@@ -121,8 +123,11 @@ def parity(case, first=("torch", "cpu"), second=("triton", "cpu"), **options):
     return None
 
 
-def check_rule(rule, *, distribution=True, cases=20, second=None) -> None:
+def check_rule(rule, *, distribution=True, cases=20, second=None) -> bool:
     """Check a rule of one's own: its body makes sense, and both backends give the same tokens, bit for bit.
+
+    What a GPU refuses, such as a method of arrays, and what it computes otherwise, such as a plain division, shows on a GPU or
+    in the interpreter alone.
 
     Args:
         rule: a `Rule` whose strengths are numbers.
@@ -132,25 +137,44 @@ def check_rule(rule, *, distribution=True, cases=20, second=None) -> None:
         second: (backend, device) to compare with torch on the CPU, such as ("triton", "cuda"); None: triton on a GPU where
             there is one, else in the interpreter where TRITON_INTERPRET=1 was set, else nothing is compared.
 
+    Returns:
+        Whether the backends were compared.
+
     Raises:
-        TypeError: not a `Rule`, or strengths that are tensors.
+        TypeError: not a `Rule`, one without a name, strengths that are tensors, or a body that is no module-level function of
+            (q, q_n, p_n, is_drafted, stat, *strengths).
         ValueError: what is wrong, with the values that show it.
     """
     if not isinstance(rule, Rule):
         raise TypeError(f"rule must be a Rule, got {type(rule).__name__}")
     if any(not isinstance(s, float) for s in rule.strengths):
         raise TypeError(f"check_rule takes a rule whose strengths are floats, got {rule.strengths}")
+    if not isinstance(getattr(rule, "name", None), str):
+        raise TypeError(f"{type(rule).__name__} must have a name, a str")
+    _check_signature(rule)
     if rule.solved is None:
         _check_body(rule, distribution)
     if second is None:
         second = ("triton", "cuda") if torch.cuda.is_available() else ("triton", "cpu")
         if second[1] == "cpu" and not _interpreted():
-            return
+            return False
     for seed in range(cases):
         case = {name: value for name, value in fuzz_case(seed).items() if name != "budget"} | {"rule": rule}
         difference = parity(case, second=second)
         if difference is not None:
             raise ValueError(f"the backends differ on fuzz_case({seed}): {difference}")
+    return True
+
+
+def _check_signature(rule):
+    h, count = getattr(rule, "h", None), 5 + len(rule.strengths)
+    if not isinstance(h, FunctionType) or h.__name__ == "<lambda>":
+        raise TypeError(f"{rule.name}.h must be staticmethod(a function defined by def), got {h!r}")
+    if h.__code__.co_argcount != count:
+        raise TypeError(
+            f"{rule.name}.h must take (q, q_n, p_n, is_drafted, stat, *strengths), {count} arguments with its "
+            f"{len(rule.strengths)} strengths, got {inspect.signature(h)}"
+        )
 
 
 def _check_body(rule, distribution):

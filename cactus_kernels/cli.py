@@ -1,6 +1,8 @@
 """The command `cactus-kernels`: arguments in, text and tables out. What it does is in runs.py, selfcheck.py, environment.py."""
 
+import errno
 import json as jsonlib
+import os
 import sys
 from contextlib import contextmanager
 from secrets import randbits
@@ -43,12 +45,20 @@ def main(argv: list[str] | None = None) -> None:
             stream.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
     try:
         code = typer.main.get_command(app).main(argv or ["--help"], prog_name=PROGRAM, standalone_mode=False)
+        sys.stdout.flush()
     except UsageError as error:
         _fail(error.format_message(), 2)
     except Failure as error:
         _fail(str(error), error.code)
     except (KeyboardInterrupt, typer.Abort):
         code = 130
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EPIPE):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left cannot be written at exit either
+        if error.errno == errno.EPIPE:  # nobody reads on
+            sys.exit(1)
+        _fail(str(error), 1)
     if code == 130:
         print(file=sys.stderr)
     sys.exit(code or 0)
@@ -94,7 +104,8 @@ def generate(
         ),
     ] = None,
     rule: Annotated[
-        str | None, typer.Option(help="cactus (lossy) or sps (follows the target exactly).", show_default="cactus")
+        str | None,
+        typer.Option(help="cactus (lossy), sps (lossless), or another by name.", show_default="cactus"),
     ] = None,
     delta: Annotated[
         float | None, typer.Option(help="Strength of cactus, at least 0; 0 is sps.", show_default="1.0")

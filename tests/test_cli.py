@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -467,6 +468,18 @@ def test_check_in_the_interpreter():
     )
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     assert "triton on cpu against torch on cpu" in done.stdout and "every bit equal" in done.stdout
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [["info"], ["info", "--json"]], ids=" ".join)
+def test_a_full_device_ends_the_command_in_one_line(arguments):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", "from cactus_kernels.cli import main; main()", *arguments],
+            stdout=full, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert re.fullmatch(r"cactus-kernels: .*No space left on device\n", done.stderr), done.stderr
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -333,6 +333,23 @@ def test_check_rule():
         check.check_rule(Cactus(torch.ones(2)))
     with pytest.raises(TypeError, match="must be a Rule"):
         check.check_rule("sps")
+    for h, says in (
+        (lambda *x: x[0], "by def"),
+        (None, "by def"),
+        (Cactus(0.3).h, "5 arguments with its 0 strengths"),
+    ):
+        with pytest.raises(TypeError, match=says):
+            check.check_rule(Own(h))
+    nameless = Own(negative_h)
+    nameless.name = None
+    with pytest.raises(TypeError, match="name"):
+        check.check_rule(nameless)
+
+
+def test_check_rule_tells_whether_it_compared(monkeypatch):
+    assert check.check_rule(SpS(), cases=1)
+    monkeypatch.setattr(check, "_interpreted", lambda: False)
+    assert check.check_rule(SpS(), cases=1) is torch.cuda.is_available()
 
 
 def test_check_rule_sees_backends_that_differ(monkeypatch):
