@@ -114,6 +114,8 @@ def skip_layers(model, layers):
     config = copy.deepcopy(model.config)
     text_config = config.get_text_config()
     count = text_config.num_hidden_layers
+    if isinstance(layers, int):
+        raise TypeError(f"layers must hold ids of layers, such as [3, 4], got {layers}")
     skipped = set(layers)
     if any(isinstance(i, bool) or not isinstance(i, int) for i in skipped):
         raise TypeError(f"layers must hold ints, got {layers!r}")

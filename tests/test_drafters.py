@@ -193,6 +193,8 @@ def test_layers_that_cannot_be_skipped():
             skip_layers(target, layers)
     with pytest.raises(TypeError, match="layers must hold ints"):
         skip_layers(target, ["1"])
+    with pytest.raises(TypeError, match="such as"):
+        skip_layers(target, 1)
     target.model.forward = target.model.forward  # as hooks do
     with pytest.raises(ValueError, match=r"LlamaModel\.forward was replaced"):
         skip_layers(target, [1])
