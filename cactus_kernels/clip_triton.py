@@ -55,7 +55,7 @@ def _sums(rows, b, c, BLOCK: tl.constexpr):
 
 @triton.jit
 def _information(rows, b, c, BLOCK: tl.constexpr):
-    """As `clip.Pair.information`; and the sums of p over S and T, of q over S, and of q over T."""
+    """The sum of q (p/q - 1 - ln(p/q)) over what is between S and T; those of p over S and T, of q over S, of q over T."""
     q_row, p_row, n, end, V, V_draft = rows
     information = tl.zeros((BLOCK,), tl.int64)
     p, q_s, q_t = information, information, information

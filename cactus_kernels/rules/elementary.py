@@ -17,36 +17,38 @@ def log(x):
 
 def log_of_normal(x):
     """The same of a normal fp32 x, or about -88."""
-    # x = 2^e (1 + f), sqrt(1/2) <= 1 + f < sqrt(2). ln(1 + f) = 2 atanh(f / (2 + f)).
-    bits = m.cast(x, m.int32, bitcast=True) - 0x3F3504F3
-    e = m.cast(bits >> 23, m.float32)
-    f = m.cast((bits & 0x7FFFFF) + 0x3F3504F3, m.float32, bitcast=True) - 1.0
-    return e * 0.693147182464599609375 + atanh2(m.div_rn(f, 2.0 + f))
+    # ln(1 + f) = 2 atanh(f / (2 + f)).
+    e, mantissa = parts(x)
+    f = mantissa - 1.0
+    return m.cast(e, m.float32) * 0.693147182464599609375 + atanh2(m.div_rn(f, 2.0 + f))
 
 
 def log_of_number(x):
     """ln x of a normal fp32 number, as float64, within 1e-13: for a few numbers, of which float64 is made."""
-    bits = m.cast(x, m.int32, bitcast=True) - 0x3F3504F3
-    mantissa = m.cast((bits & 0x7FFFFF) + 0x3F3504F3, m.float32, bitcast=True)
+    e, mantissa = parts(x)
     f = m.cast(mantissa, m.float64) - 1.0
     s = f / (f + 2.0)
     s2 = s * s
     t = 0.0 * s2
     for k in m.static_range(9):
         t = t * s2 + 2.0 / (19 - 2 * k)
-    return m.cast(bits >> 23, m.float64) * 0.6931471805599453 + s * (t * s2 + 2.0)
+    return m.cast(e, m.float64) * 0.6931471805599453 + s * (t * s2 + 2.0)
 
 
 def without_log(x):
     """x - 1 - ln x >= 0 for a normal fp32 x, within 1e-6 relative, also near 1 where its parts cancel."""
     # As in `log`, with f - ln(1 + f) = f - 2 atanh(s) = s (f - s^2 g(s^2)), g being `beyond_first`.
-    bits = m.cast(x, m.int32, bitcast=True) - 0x3F3504F3
-    mantissa = m.cast((bits & 0x7FFFFF) + 0x3F3504F3, m.float32, bitcast=True)
-    e = m.cast(bits >> 23, m.float32)
+    e, mantissa = parts(x)
     f = mantissa - 1.0
     s = m.div_rn(f, f + 2.0)
     s2 = s * s
-    return (x - mantissa) - e * 0.693147182464599609375 + s * (f - s2 * beyond_first(s2))
+    return (x - mantissa) - m.cast(e, m.float32) * 0.693147182464599609375 + s * (f - s2 * beyond_first(s2))
+
+
+def parts(x):
+    """e int32 and the mantissa fp32 of a normal fp32 x = 2^e mantissa, sqrt(1/2) <= mantissa < sqrt(2)."""
+    bits = m.cast(x, m.int32, bitcast=True) - 0x3F3504F3
+    return bits >> 23, m.cast((bits & 0x7FFFFF) + 0x3F3504F3, m.float32, bitcast=True)
 
 
 def exp(x):

@@ -16,10 +16,8 @@ from .verifier import Verifier
 
 KEY = "cactus"  # of vLLM's additional_config
 RULES = ("sps", "cactus", "cactus-kl", "capped", "lenience", "interpolation")  # those that read one row pair alone
-OLDEST, NEWEST = (
-    (0, 28),
-    (0, 33),
-)  # releases of vLLM whose tensors mean what `Verifier` takes them for; names do not tell
+# Releases of vLLM whose tensors mean what `Verifier` takes them for; names do not tell.
+OLDEST, NEWEST = (0, 28), (0, 33)
 ADVICE = "use a release that docs/vllm.md names"
 logger = logging.getLogger("vllm.cactus_kernels")  # below vLLM's own, for its format and level
 
