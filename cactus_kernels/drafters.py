@@ -4,8 +4,8 @@ A drafter has one method, `draft()`. It writes drafts of the round behind each r
 how many each row has where that is fewer than `batch.drafts` (`batch.plan`), and returns
 
     draft_token_ids: int64 [B, m], -1 beyond a row's number of drafts;
-    draft_logits, draft_stats: [B, m, V] that they were drawn from and its `RowStats` [B, m], or None and None where each
-        was certain (one-hot).
+    drawn_from: the rows that they were drawn from, as arguments of `verify_from_logits`; empty where each was certain
+        (one-hot).
 """
 
 import copy
@@ -14,7 +14,6 @@ import torch
 
 from .batch import Scorer, arg_max
 from .rows import DraftSampler
-from .sampling import RowStats
 
 
 class ModelDrafter:
@@ -26,42 +25,37 @@ class ModelDrafter:
         seed, offset: int64 [B] each, as in `verify`; `offset` is the loop's, which moves it on.
         """
         self.scorer = Scorer(assistant_model, batch, processors, vocab_size)
-        self.batch, self.sampling, self.seed, self.offset, self.backend = batch, sampling, seed, offset, backend
+        self.batch, self.offset = batch, offset
+        self.sampler = sampling and DraftSampler(seed, sampling, max(batch.num_assistant_tokens), backend)
         self.first_round = True
-        self.logits = None  # [B, most drafts of a round, V], kept from round to round
 
     @property
     def model(self):
         return self.scorer.model
 
     def draft(self):
-        batch = self.batch
+        batch, sampler = self.batch, self.sampler
         m = max(batch.drafts)
-        ids = torch.full((batch.size, m), -1, dtype=torch.int64, device=batch.device)
-        stats, token = [], None
-        sampler = self.sampling and DraftSampler(self.seed, self.offset, m, self.sampling, self.backend)
+        if sampler:
+            sampler.start(self.offset, m)
+        # The last two tokens, since the draft has not seen the last one that was accepted when all were. It writes
+        # over what it had, so every row may do the same.
+        tokens, positions = batch.block(max(batch.length) if self.first_round else 2, 0)
+        _, draft_positions = batch.block(0, m)
+        self.first_round = False
+        steps = torch.arange(m, device=batch.device)
+        columns = batch.lengths[:, None] + steps
+        drafted = []
         for j in range(m):
-            # The last two tokens, since the draft has not seen the last one that was accepted when all were. It writes
-            # over what it had, so every row may do the same.
-            if j == 0:
-                tokens, positions = batch.block(max(batch.length) if self.first_round else 2, 0)
-            else:
-                tokens = token.clamp(min=0)[:, None]
-                positions = torch.where(batch.num_drafts >= j, batch.lengths + (j - 1), -1)[:, None]
             scores = self.scorer.scores(self.scorer.logits(tokens, positions, ahead=j, keep=1), ahead=j)[:, 0]
-            self.first_round = False
-            if sampler is None:
-                token = arg_max(scores)
-            else:
-                if self.logits is None:
-                    self.logits = scores.new_empty((batch.size, m, scores.shape[-1]))
-                self.logits[:, j] = scores
-                drawn = sampler(scores, j)
-                token = drawn.token_ids
-                stats.append(drawn.stats)
-            ids[:, j] = torch.where(batch.num_drafts > j, token, -1)
-            batch.text.scatter_(1, (batch.lengths + j)[:, None], token.clamp(min=0)[:, None])
-        return (ids, self.logits[:, :m], RowStats.stack(stats)) if stats else (ids, None, None)
+            token = sampler.draw(scores, j) if sampler else arg_max(scores)
+            drafted.append(token)
+            tokens, positions = token.clamp(min=0)[:, None], draft_positions[:, j : j + 1]
+            batch.text.scatter_(1, columns[:, j : j + 1], tokens)
+        if not drafted:
+            return steps.expand(batch.size, 0), {}
+        ids = torch.stack(drafted, 1).masked_fill(steps >= batch.num_drafts[:, None], -1)
+        return ids, sampler.drawn_from() if sampler else {}
 
 
 class PromptLookup:
@@ -94,7 +88,7 @@ class PromptLookup:
         j = torch.arange(max(batch.drafts), device=batch.device)
         ids = batch.text.gather(1, start + j)
         batch.text.scatter_(1, lengths + j, ids)
-        return ids.masked_fill(j >= count[:, None], -1), None, None
+        return ids.masked_fill(j >= count[:, None], -1), {}
 
 
 def skip_layers(model, layers):

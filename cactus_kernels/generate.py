@@ -240,11 +240,11 @@ def _decode(
 
     while batch.active:
         with clock.time("draft"):
-            drafts = decoder.draft()
+            draft_token_ids, drawn_from = decoder.draft()
         with clock.time("target"):
             logits, scores = decoder.score()
         with clock.time("verify"):
-            verified = decoder.verify(scores, *drafts)
+            verified = decoder.verify(scores, draft_token_ids, drawn_from)
         emitted = batch.commit(verified, stopping, stats)
         stats.target_forwards += 1
         kept.put(logits, scores, emitted)
@@ -298,7 +298,7 @@ class _Decoder:
         self.cached = 0  # tokens of the longest row that the target need not read again
 
     def draft(self):
-        """Drafts of the round: ids int64 [B, m], -1 beyond a row's number, and what they were drawn from (drafters.py)."""
+        """Drafts of the round: ids int64 [B, m], -1 beyond a row's number, and the rows they were drawn from (drafters.py)."""
         return self.drafter.draft()
 
     def read_prompt(self, images):
@@ -316,15 +316,15 @@ class _Decoder:
         logits = self.scorer.logits(tokens, positions, ahead=0, keep=m + 1)
         return logits, self.scorer.scores(logits, ahead=0)
 
-    def verify(self, scores, draft_token_ids, draft_logits, draft_stats):
+    def verify(self, scores, draft_token_ids, drawn_from):
         """Accept, recover: a `VerifyOutput`. The random words of every drafted row are spent, also of rejected ones."""
         num_drafts = self.batch.num_drafts
         if self.greedy:
             verified = verify_greedy(arg_max(scores), draft_token_ids)
         else:
             verified = verify_from_logits(
-                scores, draft_logits, draft_token_ids, self.rule, sampling=self.sampling, draft_stats=draft_stats,
-                budget=self.left, seed=self.seed, offset=self.offset, backend=self.backend,
+                scores, drawn_from.pop("draft_logits", None), draft_token_ids, self.rule, sampling=self.sampling,
+                budget=self.left, seed=self.seed, offset=self.offset, backend=self.backend, **drawn_from,
             )  # fmt: skip
             if self.left is not None:
                 self.left = self.left - verified.spent

@@ -101,30 +101,51 @@ def row_stats(logits, *, sampling=None, entropy=False, out=None, scratch=None, b
 
 
 class DraftSampler:
-    """`sample` for the rows of one round of drafting, one after another: row j at offset + j.
+    """`sample` for the drafts of a round, one after another, which keeps the rows that they were drawn from.
 
-    In torch the random words of several rows are made at once, since a thousand cost little more than one, and what does not
-    change between rows is made ready once.
+    In torch they are kept as probabilities, which its softmax gives at the price of a sum, and the random words of several
+    rows are made at once, since a thousand cost little more than one.
     """
 
-    def __init__(self, seed, offset, count, sampling, backend=None):
-        """seed, offset: int64 [B]. count: rows to be drawn. sampling, backend: as in `sample`."""
-        self.seed, self.offset, self.count, self.sampling, self.backend = seed, offset, count, sampling, backend
+    def __init__(self, seed, sampling, count, backend=None):
+        """seed: int64 [B]. count: most drafts of a round. sampling, backend: as in `sample`."""
+        self.seed, self.sampling, self.count, self.backend = seed, sampling, count, backend
         self.in_torch = choose_backend(backend, seed.device) == "torch"
         self.settings = rows_torch.Settings.of(sampling, len(seed)) if self.in_torch else None
-        self.noise = {}
+        self.rows = None  # [B, count, V], probabilities or logits
 
-    def __call__(self, logits, j) -> SampleOutput:
-        """Draw row j, as `sample(logits, seed=seed, offset=offset + j, ...)`. logits: [B, V]."""
+    def start(self, offset, m):
+        """Begin a round of m drafts. offset: int64 [B], of the first draft."""
+        self.offset, self.m, self.noise, self.stats = offset, m, {}, []
+
+    def draw(self, logits, j):
+        """Token j of the round, int64 [B], drawn as `sample(logits, seed=seed, offset=offset + j, ...)` does. logits: [B, V]."""
+        B, V = logits.shape
+        if self.rows is None:
+            self.rows = logits.new_empty((B, self.count, V), dtype=torch.float32 if self.in_torch else None)
+        rows = self.rows[:, j]
         if not self.in_torch:
-            return _run(RowInputs(logits, self.sampling, False, self.seed, self.offset + j), None, None, self.backend)
+            rows.copy_(logits)
+            drawn = _run(RowInputs(logits, self.sampling, False, self.seed, self.offset + j), None, None, self.backend)
+            self.stats.append(drawn.stats)
+            return drawn.token_ids
         if j not in self.noise:
-            B, V = logits.shape
-            rows = max(1, min(self.count - j, WORDS_AHEAD // (B * (race_torch.num_chunks(V) + race_torch.CHUNK))))
-            self.noise = dict(enumerate(rows_torch.draft_noise(self.seed, self.offset + j, B, V, rows), j))
-        drawn = rows_torch.draw(logits, self.settings, self.noise[j])
-        token_ids, probs, packed = (torch.from_numpy(x).to(logits.device) for x in drawn)
-        return SampleOutput(token_ids, probs, RowStats(packed))
+            ahead = max(1, min(self.m - j, WORDS_AHEAD // (B * (race_torch.num_chunks(V) + race_torch.CHUNK))))
+            self.noise = dict(enumerate(rows_torch.draft_noise(self.seed, self.offset + j, B, V, ahead), j))
+        probs = rows if rows.device.type == "cpu" else torch.empty((B, V))
+        token_ids = rows_torch.draw_from_probs(logits, self.settings, self.noise[j], probs)
+        if probs is not rows:
+            rows.copy_(probs)
+        return torch.from_numpy(token_ids).to(logits.device)
+
+    def drawn_from(self):
+        """The rows of the round, as arguments of `verify_from_logits`."""
+        rows = self.rows[:, : self.m]
+        return (
+            {"draft_probs": rows}
+            if self.in_torch
+            else {"draft_logits": rows, "draft_stats": RowStats.stack(self.stats)}
+        )
 
 
 def _run(inputs, out, scratch, backend) -> SampleOutput:

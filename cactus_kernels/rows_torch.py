@@ -13,6 +13,7 @@ from .sampling import ARGMAX, COLUMNS, CUTOFF, ENTROPY, INVERSE_TEMPERATURE, KEP
 
 MAX_PROB = 1.01  # probabilities above this are bad input; between 1 and this they are rounding
 GROUP = 1 << 17  # row elements handled at once: enough to amortise an operation, few enough for the cache
+AT_ONCE = 1 << 20  # elements of target rows that are read before it is seen whether the next ones are needed
 
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -92,7 +93,7 @@ class LogitRows(ProbRows):
 
 
 class ReducedRows(LogitRows):
-    """Rows of logits whose statistics are made when they are first asked for."""
+    """Rows of logits with truncation or greed, whose statistics are made when they are first asked for."""
 
     def __init__(self, rows, index, counts, settings):
         """counts: bool array [B, m + 1], the rows there are; the others have NaN. settings: a `Settings` [B]."""
@@ -110,6 +111,51 @@ class ReducedRows(LogitRows):
         return super().stats_of(request, position)
 
 
+class SoftmaxRows(ProbRows):
+    """Rows of logits without truncation or greed, as the probabilities that torch's softmax makes of them when asked."""
+
+    def __init__(self, rows, index, counts, settings):
+        """counts: bool array [B, m + 1], the rows there are; the others have NaN. settings: a `Settings` [B]."""
+        super().__init__(rows, index)
+        self.counts, self.settings = counts, settings
+        self.made = {}  # whole rows by request and position, at most AT_ONCE elements: one of them is drawn from
+
+    def whole(self, request, position):
+        if len(request) == 1 and (request[0], position[0]) in self.made:
+            return self.made[request[0], position[0]]
+        return softmax(super().whole(request, position), self.settings.inverse[request])
+
+    def at(self, request, position, token):
+        request, position, token = np.broadcast_arrays(request, position, token)
+        values = np.full(token.shape, np.nan, dtype=np.float32)
+        there = np.nonzero(self.counts[request, position])
+        request, position, token = request[there], position[there], token[there]
+        found = np.empty(len(token), dtype=np.float32)
+        size = max(1, GROUP // self.vocab_size)
+        for start in range(0, len(token), size):
+            r = slice(start, start + size)
+            probs = self.whole(request[r], position[r])
+            if len(probs) == 1 and (len(self.made) + 1) * self.vocab_size <= AT_ONCE:
+                self.made[request[start], position[start]] = probs
+            found[r] = probs.numpy()[np.arange(len(probs)), token[r].clip(0, self.vocab_size - 1)]
+        outside = (token < 0) | (token >= self.vocab_size)
+        found[outside] *= 0  # NaN in bad rows
+        found[self.settings.is_bad[request]] = np.nan
+        values[there] = found
+        return values
+
+    def bad_at(self, request, position, probs):
+        return np.isnan(probs)  # as every probability of a bad row is
+
+    def bad_whole(self, probs):
+        return np.zeros(len(probs), dtype=bool)  # seen at the gathered entries, which are those of the same row
+
+
+def rows_of_logits(rows, index, counts, settings):
+    """Rows of logits as rows of probabilities; arguments as of `SoftmaxRows`."""
+    return (ReducedRows if settings.some_truncate else SoftmaxRows)(rows, index, counts, settings)
+
+
 def bad_prob(x):
     """True where a probability is NaN, infinite, negative or above 1.01."""
     return ~((x >= 0) & (x <= MAX_PROB))
@@ -122,6 +168,16 @@ def exp_weights(logits, largest, inverse_temperature):
         weights *= _column(inverse_temperature)
     np.exp(weights.numpy(), out=weights.numpy())  # twice as fast as torch's
     return weights
+
+
+def softmax(logits, inverse_temperature, out=None):
+    """The softmax of (logits - the largest) / T, fp32 [R, V]: torch's own, which is faster than its steps.
+
+    inverse_temperature: fp32 array [R]. out: where to write, of any stride; None: a new tensor.
+    """
+    if (inverse_temperature != 1).any():
+        logits = (logits - logits.amax(1, keepdim=True)).mul_(_column(inverse_temperature))
+    return torch.softmax(logits, -1, out=out)
 
 
 def keep(weights, logits, stats):
@@ -172,8 +228,8 @@ def reduced(rows, request, position, settings, entropy=False, visit=None):
     Args:
         rows: a `ProbRows` over logits. request, position: int64 arrays [R], which rows.
         settings: `Settings`. entropy: whether the column ENTROPY is asked for; else it is NaN.
-        visit: called for a few rows at a time, with their slice, their weights (prob / NORM) fp32 [R', V], and the chunk
-            sums of these, fp32 array [R', C].
+        visit: called for a few rows at a time, with their slice, what their probabilities are in proportion to, fp32 [R', V],
+            and the chunk sums of it, fp32 array [R', C].
     """
     stats = np.zeros((len(request), COLUMNS), dtype=np.float32)
     stats[:, CUTOFF], stats[:, KEPT], stats[:, ENTROPY] = -np.inf, 1, np.nan
@@ -181,15 +237,18 @@ def reduced(rows, request, position, settings, entropy=False, visit=None):
     inverse = stats[:, INVERSE_TEMPERATURE] = settings.inverse[request]
     kept, mean_log = np.empty(len(request)), np.empty(len(request) * entropy)
     truncates = settings.truncates[request] if settings.some_truncate else ()
-    only_norms = not (settings.some_truncate or entropy or visit)
+    plain = not (settings.some_truncate or entropy)
     size = max(1, GROUP // rows.vocab_size)
     for start in range(0, len(request), size):
         r = slice(start, start + size)
         x = rows.whole(request[r], position[r])
         largest, argmax[r] = _first_largest(x)
         stats[r, MAX] = largest
-        if only_norms:
-            kept[r] = 1 / _largest_probs(x, largest, argmax[r], inverse[r])
+        if plain:
+            weights = softmax(x, inverse[r])
+            kept[r] = 1 / weights.numpy()[np.arange(len(x)), argmax[r]]
+            if visit:
+                visit(r, weights, race_torch.float_chunk_sums(weights))
             continue
         weights = exp_weights(x, largest, inverse[r])
         sums = race_torch.float_chunk_sums(weights)
@@ -256,13 +315,6 @@ def _cutoff(x, weights, total, settings, request):
     return max(lowest, values[order[last]])
 
 
-def _largest_probs(x, largest, ids, inverse):
-    """The softmax of each row at its largest logit, fp32 array [R]: torch's own, which is faster than its steps."""
-    if (inverse != 1).any():
-        x = (x - _column(largest)) * _column(inverse)
-    return x.softmax(-1).numpy()[np.arange(len(ids)), ids]
-
-
 def _first_largest(x):
     """The largest of each row, NaN where a row holds one, and its lowest id: fp32 and int arrays [R]."""
     x = x.numpy()
@@ -285,31 +337,54 @@ def row_stats(inputs, out, scratch=None):
         out.stats.packed.copy_(torch.from_numpy(stats))
         return
     noise = draft_noise(inputs.seed, inputs.offset, B, vocab_size, 1)[0]
-    drawn = draw(inputs.logits, settings, noise, inputs.entropy)
-    for to, values in zip((out.token_ids, out.probs, out.stats.packed), drawn, strict=True):
+    tokens, stats = draw(inputs.logits, settings, noise, inputs.entropy)
+    every = np.arange(B)
+    probs = LogitRows(inputs.logits, _request_alone, stats, _request_alone).at(every, every, tokens)
+    for to, values in zip((out.token_ids, out.probs, out.stats.packed), (tokens, probs, stats), strict=True):
         to.copy_(torch.from_numpy(values))
 
 
-def draw(logits, settings, noise, entropy=False):
-    """A token from each row of logits [B, V], its probability, and the row's statistics: int64 and fp32 arrays [B], fp32 [B, 8].
+def draw(logits, settings, noise, entropy=False, weights_to=None):
+    """A token from each row of logits [B, V], -1 for bad ones, and the row's statistics: int64 array [B], fp32 [B, 8].
 
-    settings: `Settings`. noise: one of what `draft_noise` gives.
+    Args:
+        settings: `Settings`. noise: one of what `draft_noise` gives. entropy: as in `reduced`.
+        weights_to: fp32 [B, V] on the host, to which what `reduced` gives to visitors is written; None: nowhere.
     """
     every = np.arange(len(logits))
-    tokens, probs = np.empty(len(logits), dtype=np.int64), np.empty(len(logits), dtype=np.float32)
+    tokens = np.empty(len(logits), dtype=np.int64)
 
     def visit(r, weights, sums):
         tokens[r] = race_torch.race(sums, weights, [x[r] for x in noise])
-        probs[r] = weights.numpy()[every[: len(weights)], tokens[r]]
+        if weights_to is not None:
+            weights_to[r] = weights
 
     stats = reduced(_plain_rows(logits), every, every, settings, entropy, visit)
-    probs *= stats[:, NORM]
-    tokens[np.isnan(probs)] = -1
-    return tokens, probs, stats
+    tokens[np.isnan(stats[:, NORM])] = -1
+    return tokens, stats
+
+
+def draw_from_probs(logits, settings, noise, probs):
+    """A token from each row of logits [B, V], as `draw`, int64 array [B]; their probabilities are written to `probs`.
+
+    probs: fp32 [B, V] on the host, of any stride between rows.
+    """
+    if settings.some_truncate:
+        tokens, stats = draw(logits, settings, noise, weights_to=probs)
+        probs.mul_(_column(stats[:, NORM]))
+        return tokens
+    softmax(logits.float().cpu(), settings.inverse, out=probs)
+    tokens = race_torch.race(race_torch.float_chunk_sums(probs), probs, noise)
+    tokens[np.isnan(probs.numpy()[:, 0]) | settings.is_bad] = -1
+    return tokens
 
 
 def _plain_rows(logits):
-    return ProbRows(logits, lambda request, position: (request,))
+    return ProbRows(logits, _request_alone)
+
+
+def _request_alone(request, position):
+    return (request,)
 
 
 def draft_noise(seed, offset, batch_size, vocab_size, count):

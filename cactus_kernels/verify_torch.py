@@ -10,13 +10,11 @@ import numpy as np
 import torch
 
 from . import clip, numpy_language, philox, race_torch, row_statistics, rules
-from .rows_torch import GROUP, LogitRows, ProbRows, ReducedRows, Settings
+from .rows_torch import AT_ONCE, GROUP, LogitRows, ProbRows, Settings, rows_of_logits
 
 # What a token is drawn from: the target row; the residual (h - p)+; or h without the drafted token, where rounding or
 # bad input left no residual.
 TARGET, RESIDUAL, REST = range(3)
-
-AT_ONCE = 1 << 20  # elements of target rows that are read before it is seen whether the next ones are needed
 
 
 def verify(inputs, out, scratch=None):
@@ -193,10 +191,14 @@ class _Positions:
         strengths = [_of(s, request) for s in self.strengths]
         stat = tuple(s[:, None] for s in self.stat[:, request, position]) if len(self.stat) else None
         w = self.recovery(q.numpy(), q_n[:, None], p_n[:, None], False, stat, *strengths)
-        w = torch.from_numpy(w.copy() if p is None else np.maximum(w - p.numpy(), np.float32(0)))
+        if p is None:
+            w = w.copy()
+        else:
+            w = w - p.numpy()
+            np.maximum(w, np.float32(0), out=w)
         inside = np.flatnonzero(n < V)
         w[inside, n[inside]] = 0
-        return w, ~bad
+        return torch.from_numpy(w), ~bad
 
 
 @functools.cache
@@ -268,7 +270,7 @@ def _target_rows(inputs, num_drafted, first):
     if inputs.sampling is None:
         return ProbRows(rows, index)
     counts = np.arange(inputs.max_draft_tokens + 1) < num_drafted[:, None] + has_bonus
-    return ReducedRows(rows, index, counts, Settings.of(inputs.sampling, len(counts)))
+    return rows_of_logits(rows, index, counts, Settings.of(inputs.sampling, len(counts)))
 
 
 def _draft_rows(inputs, n, first):
@@ -289,4 +291,4 @@ def _draft_rows(inputs, n, first):
         return LogitRows(rows, index, _host(inputs.draft_stats.packed, np.float32), index)
     if inputs.draft_sampling is None:
         return ProbRows(rows, index)
-    return ReducedRows(rows, index, n >= 0, Settings.of(inputs.draft_sampling, len(n)))
+    return rows_of_logits(rows, index, n >= 0, Settings.of(inputs.draft_sampling, len(n)))

@@ -82,9 +82,9 @@ def test_prompt_lookup_finds_what_a_plain_search_finds(most, max_ngram_size):
     batch = Batch(ids, (ids > 0).long(), 10, [most] * len(texts))
     limits = [most] * len(texts)
     batch.plan(limits := [0, *limits[1:5], min(2, most), *limits[6:]])
-    found, *drawn_from = PromptLookup(batch, max_ngram_size).draft()
+    found, drawn_from = PromptLookup(batch, max_ngram_size).draft()
     expected = [looked_up(t, n, max_ngram_size) if n else [] for t, n in zip(texts, limits, strict=True)]
-    assert drawn_from == [None, None] and any(expected) and not all(expected)
+    assert drawn_from == {} and any(expected) and not all(expected)
     assert [[t for t in row if t >= 0] for row in found.tolist()] == expected
     assert batch.drafts == [len(e) for e in expected] == batch.num_drafts.tolist()
     for row, text, drafts in zip(batch.text.tolist(), texts, expected, strict=True):

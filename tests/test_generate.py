@@ -24,7 +24,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation import logits_process as hf
 
-from cactus_kernels import Cactus, RowStats, drafters, embedded_pair, generate, philox, row_stats, speculative_generate
+from cactus_kernels import Cactus, drafters, embedded_pair, generate, philox, speculative_generate
 
 ROWS = 12_000
 EOS, PAD = 1, 0
@@ -167,8 +167,13 @@ def draft_words_for_verification(monkeypatch):
 
 
 def one_draft_word_a_round(monkeypatch):
-    right = drafters.DraftSampler.__call__
-    monkeypatch.setattr(drafters.DraftSampler, "__call__", lambda self, logits, j: right(self, logits, 0))
+    right = drafters.DraftSampler.draw
+
+    def draw(self, logits, j):
+        self.noise = dict.fromkeys([j], *self.noise.values()) if self.noise else {}
+        return right(self, logits, j)
+
+    monkeypatch.setattr(drafters.DraftSampler, "draw", draw)
 
 
 def raw_draft_rows(monkeypatch):
@@ -176,10 +181,11 @@ def raw_draft_rows(monkeypatch):
 
     def draft(self):
         """Verified at temperature 1, whatever they were drawn at."""
-        ids, logits, stats = right(self)
-        if stats is not None:
-            stats = RowStats(row_stats(logits.flatten(0, 1)).packed.view_as(stats.packed))
-        return ids, logits, stats
+        ids, drawn_from = right(self)
+        if drawn_from:
+            weights = drawn_from["draft_probs"].sqrt()  # they were drawn at 0.5
+            drawn_from["draft_probs"] = weights / weights.sum(-1, keepdim=True)
+        return ids, drawn_from
 
     monkeypatch.setattr(generate._Decoder, "draft", draft)
 
