@@ -57,8 +57,12 @@ class Batch:
     def block(self, before: int, after: int):
         """Tokens and positions, int64 [B, before + after] each: the last `before` of each row's text and `after` drafts.
 
-        Positions are -1 where a row has no such token, as all of a row that has ended.
+        Positions are -1 where a row has no such token, as all of a row that has ended. Of one row there are only tokens that
+        it has, and None for their positions: they are its last ones.
         """
+        if self.size == 1:
+            length = self.length[0]
+            return self.text[:, max(length - before, 0) : length + min(after, self.drafts[0])], None
         j = torch.arange(-before, after, device=self.device)
         positions = self.lengths[:, None] + j
         real = (positions >= 0) & (j < self.num_drafts[:, None]) & self.is_active[:, None]

@@ -110,25 +110,27 @@ class RollbackModel:
         self.aligned = is_flash(config._attn_implementation)
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
         self.masks = Masks(config, dtype)
+        self.counting = torch.empty(0, dtype=torch.int64)  # 0, 1, 2, … where the tokens of a single row are
 
     @torch.no_grad()
     def __call__(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, *, length: int, logits_to_keep: int = 0, **inputs
+        self, input_ids: torch.Tensor, positions: torch.Tensor | None, *, length: int, logits_to_keep: int = 0, **inputs
     ) -> torch.Tensor:
         """Logits of a block of T tokens a row, [B, T, V], or of its last `logits_to_keep` columns if that is not 0.
 
         input_ids: int64 [B, T]; what stands at padding entries is ignored.
         positions: int64 [B, T], -1 at padding entries, which come first in a row; otherwise ascending by 1. A row may
-            be padding only. Logits at padding entries are finite and mean nothing.
+            be padding only. Logits at padding entries are finite and mean nothing. None: one row without padding, whose
+            tokens are the last ones of `length`.
         length: the largest position + 1, known on the host so that no device is waited for (but once, if a block may be
             a prompt without padding).
         inputs: whatever else the model's forward takes.
         Raises ValueError if the shapes do not fit, or if `length` is not in 0 .. max_length.
         """
-        if input_ids.shape != positions.shape or input_ids.dim() != 2 or input_ids.shape[0] != self.batch_size:
+        shape = (1, input_ids.shape[-1]) if positions is None else positions.shape
+        if input_ids.shape != shape or input_ids.dim() != 2 or input_ids.shape[0] != self.batch_size:
             raise ValueError(
-                f"input_ids {tuple(input_ids.shape)} and positions {tuple(positions.shape)} must both be "
-                f"[{self.batch_size}, T]"
+                f"input_ids {tuple(input_ids.shape)} and positions {tuple(shape)} must both be [{self.batch_size}, T]"
             )
         if not 0 <= length <= self.max_length:
             raise ValueError(f"length is {length}, not in 0 .. {self.max_length}: make max_length larger")
@@ -139,33 +141,23 @@ class RollbackModel:
             wanted = end - max(start, T - keep)
             # Columns ascend by 1, so that those before `end` reach no further than this.
             reach = max(length - (T - end), 0)
-            piece = self._forward(input_ids[:, start:end], positions[:, start:end], reach, max(wanted, 1), inputs)
+            at = None if positions is None else positions[:, start:end]
+            piece = self._forward(input_ids[:, start:end], at, reach, max(wanted, 1), inputs)
             if wanted > 0:
                 logits.append(piece)
         return logits[0] if len(logits) == 1 else torch.cat(logits, 1)
 
     def _forward(self, input_ids, positions, length, logits_to_keep, inputs):
-        slots, T = self.slots, input_ids.shape[1]
-        self._place(positions, length)
-        position_ids = positions.clamp(min=0)
-        if length == T and bool((positions == torch.arange(T, device=positions.device)).all()):
-            # A prompt without padding: the model's own causal masks will do, or the kernels that need none.
-            slots.seen, slots.past, slots.view = T, 0, lambda states, new: new
-            mask = None
-        elif self.aligned:
-            slots.seen = max(length, T)
-            slots.past = slots.seen - T
-            slots.view, mask, position_ids = right_aligned(positions, slots.seen)
+        if positions is None:
+            mask, position_ids = self._place_last(input_ids.shape[1], length, input_ids.device)
         else:
-            # Models ask for a length to number positions and to make masks. Both are passed to them.
-            slots.seen, slots.past, used = slots.used, 0, slots.used
-            slots.view = lambda states, new: states[:, :, :used]
-            mask = self.masks(positions, slots.used)
+            mask, position_ids = self._place_rows(positions, length)
+            input_ids = input_ids.masked_fill(positions < 0, 0)
         keywords = {self.cache_keyword: self.cache, **inputs}
         if self.keeps_logits:
             keywords["logits_to_keep"] = logits_to_keep
         logits = self.model(
-            input_ids=input_ids.masked_fill(positions < 0, 0),
+            input_ids=input_ids,
             attention_mask=mask,
             position_ids=position_ids,
             use_cache=True,
@@ -174,12 +166,53 @@ class RollbackModel:
         ).logits
         return logits if self.keeps_logits else logits[:, -logits_to_keep:]
 
+    def _place_rows(self, positions, length):
+        """Where the tokens of a call go and what they see: the mask and position_ids int64 [B, T]; the rest is in the slots."""
+        slots, T = self.slots, positions.shape[1]
+        self._place(positions, length)
+        position_ids = positions.clamp(min=0)
+        if length == T and bool((positions == torch.arange(T, device=positions.device)).all()):
+            self._see_own(T)
+            return None, position_ids
+        if self.aligned:
+            slots.seen = max(length, T)
+            slots.past = slots.seen - T
+            slots.view, mask, position_ids = right_aligned(positions, slots.seen)
+            return mask, position_ids
+        # Models ask for a length to number positions and to make masks. Both are passed to them.
+        slots.seen, slots.past, used = slots.used, 0, slots.used
+        slots.view = lambda states, new: states[:, :, :used]
+        return self.masks(positions, slots.used), position_ids
+
+    def _place_last(self, T, length, device):
+        """The same for the last T tokens of one row, whose places are known without a look at the device."""
+        slots, start = self.slots, length - T
+        self._reserve(length)
+        if len(self.counting) < slots.capacity:
+            self.counting = torch.arange(slots.capacity, device=device)
+        slots.index = self.counting[None, None, start + 1 : length + 1, None]
+        position_ids = self.counting[None, start:length]
+        if start == 0:
+            self._see_own(T)
+            return None, position_ids
+        slots.seen, slots.past = length, start
+        slots.view = lambda states, new: states[:, :, 1 : length + 1]
+        return None if self.aligned else self.masks.of_last(T, start, slots.capacity, device), position_ids
+
+    def _see_own(self, T):
+        # A prompt without padding: the model's own causal masks will do, or the kernels that need none.
+        slots = self.slots
+        slots.seen, slots.past, slots.view = T, 0, lambda states, new: new
+
     def _place(self, positions, length):
+        self._reserve(length)
+        self.slots.index = (positions + 1)[:, None, :, None]
+
+    def _reserve(self, length):
         slots = self.slots
         slots.used = length + 1
         if slots.used > slots.capacity:
             slots.capacity = min(max(SMALLEST_CAPACITY, 2 * slots.used), self.max_length + 1)
-        slots.index = (positions + 1)[:, None, :, None]
 
     def load(self, layer: int, positions, keys: torch.Tensor, values: torch.Tensor, *, length: int) -> None:
         """Set a layer's keys and values, each [B, heads, n, head_dim], at positions int64 [B, n], all below `length`."""

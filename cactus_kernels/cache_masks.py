@@ -18,15 +18,26 @@ def visible_slots(positions: torch.Tensor, used: int, window: int | None) -> tor
     return visible
 
 
-def _boolean(positions, used, window, dtype):
-    return visible_slots(positions, used, window)
+def visible_to_last(count: int, start: int, window: int | None, device) -> torch.Tensor:
+    """Which positions the last `count` tokens of one row see, bool [1, 1, count, start + count]: the first is at `start`."""
+    query = torch.arange(start, start + count, device=device)[:, None]
+    key = torch.arange(start + count, device=device)
+    visible = key <= query
+    if window is not None:
+        visible &= key > query - window
+    return visible[None, None]
 
 
-def _additive(positions, used, window, dtype):
-    hidden = visible_slots(positions, used, window).logical_not_()
-    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-    return mask.masked_fill_(hidden, torch.finfo(dtype).min)
+def _boolean(visible, dtype):
+    return visible
 
+
+def _additive(visible, dtype):
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(visible.logical_not_(), torch.finfo(dtype).min)
+
+
+MOST_KEPT = 65  # tokens of a round: longer blocks are prompts, which come once
 
 # The form of mask that each attention implementation takes.
 MASKS = {"sdpa": _boolean, "eager": _additive}
@@ -37,16 +48,37 @@ class Masks:
 
     def __init__(self, config, dtype: torch.dtype):
         """config: of the language model. dtype: of additive masks."""
-        self.make = MASKS.get(config._attn_implementation)
+        self.form = MASKS.get(config._attn_implementation)
         self.dtype = dtype
         self.windows = _windows(config)
+        self.widest = {}  # of the last tokens of one row, by their number: start and masks
 
     def __call__(self, positions: torch.Tensor, used: int):
         """One mask [B, 1, T, used] if all layers see alike, else a dict of masks by layer type.
 
         positions: int64 [B, T], -1 at padding entries. used: slots in use.
         """
-        masks = {name: self.make(positions, used, window, self.dtype) for name, window in self.windows.items()}
+        return self._by_layer_type(
+            {n: self.form(visible_slots(positions, used, w), self.dtype) for n, w in self.windows.items()}
+        )
+
+    def of_last(self, count: int, start: int, capacity: int, device):
+        """The same for the last `count` tokens of one row, the first at `start`: masks [1, 1, count, start + count].
+
+        They are cut out of wider masks, for rows up to `capacity`, which serve until a row is longer: what a token sees
+        depends on distances alone.
+        """
+        widest, masks = self.widest.get(count, (-1, None))
+        if widest < start:
+            widest = start if count > MOST_KEPT else capacity
+            masks = {
+                n: self.form(visible_to_last(count, widest, w, device), self.dtype) for n, w in self.windows.items()
+            }
+            if count <= MOST_KEPT:
+                self.widest[count] = widest, masks
+        return self._by_layer_type({name: mask[..., widest - start :] for name, mask in masks.items()})
+
+    def _by_layer_type(self, masks):
         # Not every model takes a dict, and those that do take a single mask as well: for all their layers.
         return masks if len(masks) > 1 else next(iter(masks.values()))
 

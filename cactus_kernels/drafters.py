@@ -50,7 +50,8 @@ class ModelDrafter:
             scores = self.scorer.scores(self.scorer.logits(tokens, positions, ahead=j, keep=1), ahead=j)[:, 0]
             token = sampler.draw(scores, j) if sampler else arg_max(scores)
             drafted.append(token)
-            tokens, positions = token.clamp(min=0)[:, None], draft_positions[:, j : j + 1]
+            tokens = token.clamp(min=0)[:, None]
+            positions = draft_positions if draft_positions is None else draft_positions[:, j : j + 1]
             batch.text.scatter_(1, columns[:, j : j + 1], tokens)
         if not drafted:
             return steps.expand(batch.size, 0), {}

@@ -13,7 +13,7 @@ from .sampling import ARGMAX, COLUMNS, CUTOFF, ENTROPY, INVERSE_TEMPERATURE, KEP
 
 MAX_PROB = 1.01  # probabilities above this are bad input; between 1 and this they are rounding
 GROUP = 1 << 17  # row elements handled at once: enough to amortise an operation, few enough for the cache
-AT_ONCE = 1 << 20  # elements of target rows that are read before it is seen whether the next ones are needed
+MOST_MADE = 1 << 20  # row elements kept for a second use
 
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -118,7 +118,7 @@ class SoftmaxRows(ProbRows):
         """counts: bool array [B, m + 1], the rows there are; the others have NaN. settings: a `Settings` [B]."""
         super().__init__(rows, index)
         self.counts, self.settings = counts, settings
-        self.made = {}  # whole rows by request and position, at most AT_ONCE elements: one of them is drawn from
+        self.made = {}  # whole rows by request and position, of the last look at a request: one of them is drawn from
 
     def whole(self, request, position):
         if len(request) == 1 and (request[0], position[0]) in self.made:
@@ -130,12 +130,13 @@ class SoftmaxRows(ProbRows):
         values = np.full(token.shape, np.nan, dtype=np.float32)
         there = np.nonzero(self.counts[request, position])
         request, position, token = request[there], position[there], token[there]
+        self.made = {at: row for at, row in self.made.items() if at[0] not in request}
         found = np.empty(len(token), dtype=np.float32)
         size = max(1, GROUP // self.vocab_size)
         for start in range(0, len(token), size):
             r = slice(start, start + size)
             probs = self.whole(request[r], position[r])
-            if len(probs) == 1 and (len(self.made) + 1) * self.vocab_size <= AT_ONCE:
+            if len(probs) == 1 and (len(self.made) + 1) * self.vocab_size <= MOST_MADE:
                 self.made[request[start], position[start]] = probs
             found[r] = probs.numpy()[np.arange(len(probs)), token[r].clip(0, self.vocab_size - 1)]
         outside = (token < 0) | (token >= self.vocab_size)

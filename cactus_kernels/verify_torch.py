@@ -10,11 +10,13 @@ import numpy as np
 import torch
 
 from . import clip, numpy_language, philox, race_torch, row_statistics, rules
-from .rows_torch import AT_ONCE, GROUP, LogitRows, ProbRows, Settings, rows_of_logits
+from .rows_torch import GROUP, LogitRows, ProbRows, Settings, rows_of_logits
 
 # What a token is drawn from: the target row; the residual (h - p)+; or h without the drafted token, where rounding or
 # bad input left no residual.
 TARGET, RESIDUAL, REST = range(3)
+
+AT_ONCE = 1 << 18  # elements of target rows that are read before it is seen whether the next ones are needed
 
 
 def verify(inputs, out, scratch=None):
