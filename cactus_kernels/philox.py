@@ -14,8 +14,9 @@ import torch
 ACCEPT, PICK_CHUNK, PICK_TOKEN, DRAFT_CHUNK, DRAFT_TOKEN, SEED = range(6)
 
 MASK = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_KEY_STEPS = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
+_MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)
+# What is added to the high and the low word of the key in each of the 10 rounds: [10, 2].
+_KEY_STEPS = np.arange(10, dtype=np.uint64)[:, None] * np.array([0xBB67AE85, 0x9E3779B9], dtype=np.uint64)
 _MASK, _32 = np.uint64(MASK), np.uint64(32)
 _LARGEST = np.float32(1 - 2**-24)
 
@@ -53,11 +54,10 @@ def philox(seed, c0, c1, c2, c3):
     # Both halves of a round in one array: x holds the two words that get multiplied, y the other two, crosswise.
     x, y = np.empty((2, *shape), dtype=np.uint64), np.empty((2, *shape), dtype=np.uint64)
     x[0], x[1], y[0], y[1] = c0, c2, c3, c1
-    multipliers = np.array(_MULTIPLIERS, dtype=np.uint64).reshape((2,) + (1,) * len(shape))
-    rounds = np.arange(10, dtype=np.uint64).reshape((10,) + (1,) * key.ndim)
-    high, low = (key >> _32) + rounds * _KEY_STEPS[1], key + rounds * _KEY_STEPS[0]
-    keys = np.stack([high, low], axis=1) & _MASK
-    keys = keys.reshape((10, 2) + (1,) * (len(shape) - key.ndim) + key.shape)
+    multipliers = _MULTIPLIERS.reshape((2,) + (1,) * len(shape))
+    key = key.reshape((1,) * (len(shape) - key.ndim) + key.shape)
+    keys = np.stack([key >> _32, key]) + _KEY_STEPS.reshape((10, 2) + (1,) * len(shape))
+    keys &= _MASK
     for round_key in keys:
         product = x * multipliers
         x = product >> _32

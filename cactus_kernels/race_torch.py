@@ -7,6 +7,8 @@ E and E' are fresh standard exponentials; ties go to the lowest id; a weight of 
 in units of 2^-52: integer sums have no order, so every backend, block size and split gets the same winner, bit for bit.
 """
 
+import functools
+
 import numpy as np
 import torch
 
@@ -49,10 +51,17 @@ def noise(seed, row, purposes, vocab_size):
         seed: int64 array [R]. row: counter words 2 and 3, each int64 [R].
         purposes: counter word 1 of the chunks' and of the tokens' race; index i has counter (i, purpose, *row).
     """
+    chunks = num_chunks(vocab_size)
+    words = philox.philox(seed[:, None], *_counters(vocab_size, purposes), row[0][:, None], row[1][:, None])
+    exponentials = philox.exponential(*words)
+    return exponentials[:, :chunks], exponentials[:, chunks:]
+
+
+@functools.lru_cache(maxsize=16)
+def _counters(vocab_size, purposes):
+    """Counter words 0 and 1 of both races: int64 arrays, not to be written to."""
     sizes = (num_chunks(vocab_size), min(CHUNK, vocab_size))
-    index = np.concatenate([np.arange(size) for size in sizes])
-    words = philox.philox(seed[:, None], index, np.repeat(purposes, sizes), row[0][:, None], row[1][:, None])
-    return np.split(philox.exponential(*words), sizes[:1], axis=1)
+    return np.concatenate([np.arange(size) for size in sizes]), np.repeat(purposes, sizes)
 
 
 def race(sums, weights, exponentials):

@@ -110,7 +110,7 @@ class DraftSampler:
     def __init__(self, seed, sampling, count, backend=None):
         """seed: int64 [B]. count: most drafts of a round. sampling, backend: as in `sample`."""
         self.seed, self.sampling, self.count, self.backend = seed, sampling, count, backend
-        self.in_torch = choose_backend(backend, seed.device) == "torch"
+        self.in_torch, self.on_host = choose_backend(backend, seed.device) == "torch", seed.device.type == "cpu"
         self.settings = rows_torch.Settings.of(sampling, len(seed)) if self.in_torch else None
         self.rows = None  # [B, count, V], probabilities or logits
 
@@ -132,11 +132,12 @@ class DraftSampler:
         if j not in self.noise:
             ahead = max(1, min(self.m - j, WORDS_AHEAD // (B * (race_torch.num_chunks(V) + race_torch.CHUNK))))
             self.noise = dict(enumerate(rows_torch.draft_noise(self.seed, self.offset + j, B, V, ahead), j))
-        probs = rows if rows.device.type == "cpu" else torch.empty((B, V))
-        token_ids = rows_torch.draw_from_probs(logits, self.settings, self.noise[j], probs)
-        if probs is not rows:
-            rows.copy_(probs)
-        return torch.from_numpy(token_ids).to(logits.device)
+        probs = rows if self.on_host else torch.empty((B, V))
+        token_ids = torch.from_numpy(rows_torch.draw_from_probs(logits, self.settings, self.noise[j], probs))
+        if self.on_host:
+            return token_ids
+        rows.copy_(probs)
+        return token_ids.to(logits.device)
 
     def drawn_from(self):
         """The rows of the round, as arguments of `verify_from_logits`."""

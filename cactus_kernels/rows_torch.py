@@ -123,7 +123,7 @@ class SoftmaxRows(ProbRows):
     def whole(self, request, position):
         if len(request) == 1 and (request[0], position[0]) in self.made:
             return self.made[request[0], position[0]]
-        return softmax(super().whole(request, position), self.settings.inverse[request])
+        return softmax(super().whole(request, position), self.settings, request)
 
     def at(self, request, position, token):
         request, position, token = np.broadcast_arrays(request, position, token)
@@ -171,13 +171,13 @@ def exp_weights(logits, largest, inverse_temperature):
     return weights
 
 
-def softmax(logits, inverse_temperature, out=None):
+def softmax(logits, settings, request=slice(None), out=None):
     """The softmax of (logits - the largest) / T, fp32 [R, V]: torch's own, which is faster than its steps.
 
-    inverse_temperature: fp32 array [R]. out: where to write, of any stride; None: a new tensor.
+    settings: `Settings`. request: int64 array [R], whose rows they are. out: where to write, of any stride; None: a new tensor.
     """
-    if (inverse_temperature != 1).any():
-        logits = (logits - logits.amax(1, keepdim=True)).mul_(_column(inverse_temperature))
+    if settings.some_scale:
+        logits = (logits - logits.amax(1, keepdim=True)).mul_(_column(settings.inverse[request]))
     return torch.softmax(logits, -1, out=out)
 
 
@@ -197,7 +197,7 @@ class Settings:
     @classmethod
     def of(cls, sampling, batch_size):
         """The same each time for a sampling of numbers: they are not to be written to."""
-        if any(isinstance(value, torch.Tensor) for value in sampling.settings()):
+        if sampling.varies:
             return cls(sampling, batch_size)
         return _settings_of_numbers(sampling, batch_size)
 
@@ -213,7 +213,7 @@ class Settings:
             self.is_bad |= ~((share >= 0) & (share <= 1))
         self.inverse = inverse_temperature(np.where(self.is_bad, np.float32(1), self.temperature))
         self.truncates = (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0) | (self.inverse == 0)
-        self.some_truncate = bool(self.truncates.any())
+        self.some_truncate, self.some_scale = bool(self.truncates.any()), bool((self.inverse != 1).any())
         with np.errstate(divide="ignore", invalid="ignore"):
             self.log_min_p = np.log(self.min_p)
 
@@ -246,7 +246,7 @@ def reduced(rows, request, position, settings, entropy=False, visit=None):
         largest, argmax[r] = _first_largest(x)
         stats[r, MAX] = largest
         if plain:
-            weights = softmax(x, inverse[r])
+            weights = softmax(x, settings, request[r])
             kept[r] = 1 / weights.numpy()[np.arange(len(x)), argmax[r]]
             if visit:
                 visit(r, weights, race_torch.float_chunk_sums(weights))
@@ -374,7 +374,7 @@ def draw_from_probs(logits, settings, noise, probs):
         tokens, stats = draw(logits, settings, noise, weights_to=probs)
         probs.mul_(_column(stats[:, NORM]))
         return tokens
-    softmax(logits.float().cpu(), settings.inverse, out=probs)
+    softmax(logits.float().cpu(), settings, out=probs)
     tokens = race_torch.race(race_torch.float_chunk_sums(probs), probs, noise)
     tokens[np.isnan(probs.numpy()[:, 0]) | settings.is_bad] = -1
     return tokens
@@ -394,4 +394,4 @@ def draft_noise(seed, offset, batch_size, vocab_size, count):
     position = (offset + np.arange(count)[:, None]).reshape(-1)
     words = philox.counter_row(position, 0)
     noise = race_torch.noise(np.tile(seed, count), words, (philox.DRAFT_CHUNK, philox.DRAFT_TOKEN), vocab_size)
-    return list(zip(*(np.split(x, count) for x in noise), strict=True))
+    return [tuple(x[i : i + batch_size] for x in noise) for i in range(0, count * batch_size, batch_size)]

@@ -1,5 +1,6 @@
 """How logits become a distribution: `Sampling` says it, `RowStats` is what it comes to for each row."""
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -54,6 +55,11 @@ class Sampling:
                 raise ValueError(f"top_k must be at least 0 (0 keeps all tokens) and fit in 32 bits, got {value}")
             elif name in ("top_p", "min_p") and not 0 <= value <= 1:
                 raise ValueError(f"{name} must be in [0, 1], got {value}")
+
+    @functools.cached_property
+    def varies(self) -> bool:
+        """Whether one of them is a tensor."""
+        return any(isinstance(getattr(self, name), torch.Tensor) for name in SETTINGS)
 
     @property
     def truncates(self) -> bool:

@@ -106,7 +106,7 @@ class _Positions:
         stop, request, start = np.zeros(B, dtype=np.int64), np.arange(B), 0
         while len(request):
             end = min(columns, start + max(1, AT_ONCE // (inputs.vocab_size * len(request)))) if reads_rows else columns
-            at = np.ix_(request, j[start:end])
+            at = request[:, None], j[None, start:end]
             accepted = self._accepted(at, u[at])
             stop[request] = start + np.where(accepted.all(1), end - start, (~accepted).argmax(1))
             request, start = request[stop[request] == end], end
