@@ -1,9 +1,10 @@
 """The rows of a batch while they are decoded, and a model run over them."""
 
+import math
+
 import torch
 
 from .cache import RollbackModel
-from .verify import VerifyOutput
 
 
 class Batch:
@@ -68,8 +69,12 @@ class Batch:
         real = (positions >= 0) & (j < self.num_drafts[:, None]) & self.is_active[:, None]
         return self.text.gather(1, positions.clamp(min=0)), positions.masked_fill(~real, -1)
 
-    def commit(self, verified, stopping, stats):
-        """Append what verification emitted, each row its own number of tokens; returns it, a list for each row."""
+    def commit(self, verified, stopping, stats, judged):
+        """Append what verification emitted, each row its own number of tokens; returns it, a list for each row.
+
+        judged: what was verified: logits and scores of the target [B, m + 1, V], and draft_token_ids [B, m]. Looked at
+            where a value was bad alone: the ValueError says whose it was.
+        """
         token_ids = verified.token_ids
         count = (token_ids >= 0).sum(1)
         last = (self.lengths + count - 1).clamp(min=0)[:, None]
@@ -88,9 +93,27 @@ class Batch:
             self.remaining[b] = 0 if ended else self.remaining[b] - kept
             emitted[b] = tokens[:kept]
             self.emitted[b] += emitted[b]
-        VerifyOutput(token_ids, verified.num_accepted, torch.tensor(valid)).raise_if_invalid()
+        if not all(valid):
+            self._raise_bad({b: num_accepted[b] for b in range(self.size) if not valid[b]}, *judged)
         self._next_round()
         return emitted
+
+    def _raise_bad(self, positions, logits, scores, draft_token_ids):
+        """positions: of each row with a bad value, the drafted position of it. The rest as in `commit`."""
+        bad, rows_of = "NaN, +inf or nothing but -inf", {}
+        for b, j in positions.items():
+            if not _is_law(logits[b, j]):
+                whose = f"the target's own logits are {bad}"
+            elif not _is_law(scores[b, j]):
+                whose = f"the target's own logits are good, and {bad} after the logits processors"
+            elif j < self.drafts[b] and draft_token_ids[b, j] < 0:
+                whose = f"the draft's scores are {bad}, those of the target are good"
+            else:
+                whose = "the scores are good, but the rule makes no law of them"
+            rows_of.setdefault(whose, []).append(b)
+        found = [whose + (f" in requests {rows}" if len(rows_of) > 1 else "") for whose, rows in rows_of.items()]
+        at = list(positions.values())
+        raise ValueError(f"bad values in requests {list(positions)} at drafted positions {at}: {'; '.join(found)}")
 
     def sequences(self, input_ids, pad_token_id):
         """int64 [B, P + longest output]: prompts as they came, outputs, padding on the right."""
@@ -134,6 +157,11 @@ class Scorer:
         batch = self.batch
         lengths = [n if r else None for n, r in zip(batch.length, batch.remaining, strict=True)]
         return self.processors(logits, batch.text, lengths, batch.drafts, ahead)
+
+
+def _is_law(scores):
+    """Whether scores [V] make a distribution."""
+    return math.isfinite(scores.float().logsumexp(-1).item())
 
 
 def arg_max(scores):

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from . import terminal
+from .rules import strengths
 
 PROGRAM = "cactus-kernels"
 ARGUMENT_ERRORS = (TypeError, ValueError, RuntimeError)
@@ -107,8 +108,11 @@ def generate(
         str | None,
         typer.Option(help="cactus (lossy), sps (lossless), or another by name.", show_default="cactus"),
     ] = None,
+    strength: Annotated[
+        float | None, typer.Option(help=f"Strength of the rule: {strengths()}.", show_default="in brackets")
+    ] = None,
     delta: Annotated[
-        float | None, typer.Option(help="Strength of cactus, at least 0; 0 is sps.", show_default="1.0")
+        float | None, typer.Option(help="Strength of cactus by its own name, at least 0; 0 is sps.", show_default="1.0")
     ] = None,
     num_assistant_tokens: Annotated[int, typer.Option(help="Tokens drafted a round, 1 to 64.")] = 5,
     prompt_lookup_num_tokens: Annotated[
@@ -131,7 +135,8 @@ def generate(
     ] = None,
 ):
     """Continue a prompt, or answer a message, with drafts and verification, and say what it took."""
-    sampling = {"temperature": temperature, "top-k": top_k, "top-p": top_p, "rule": rule, "delta": delta}
+    sampling = {"temperature": temperature, "top-k": top_k, "top-p": top_p, "rule": rule}
+    sampling |= {"strength": strength, "delta": delta}
     given = [name for name, value in sampling.items() if value is not None]
     if greedy and given:
         raise Failure(f"--greedy does not sample: leave out --{' and --'.join(given)}", 2)
@@ -154,7 +159,7 @@ def generate(
         with _one_line(2, *ARGUMENT_ERRORS):
             optional = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
             settings = runs.Settings(
-                rule=runs.make_rule(rule or "cactus", delta),
+                rule=runs.make_rule(rule or "cactus", strength, delta),
                 seed=randbits(32) if seed is None else seed,
                 num_assistant_tokens=num_assistant_tokens,
                 prompt_lookup_num_tokens=prompt_lookup_num_tokens,

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +13,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from . import law, runs
 from .assets import ASSETS
 from .cache import max_positions
-from .rules import AdaptiveCactus, Cactus, Capped, Coupled, Interpolation, Mentored, Optimal, SpS, TopK, Typical
+from .rules import AdaptiveCactus, Cactus, Capped, Coupled, Interpolation, Mentored, Optimal, SpS, TopK, Typical, given
 
 MAX_DRAFTED = 16  # tokens a forward are given for 1 .. 16 drafted ones
 ELEMENTS = 1 << 18  # row elements handled at once: enough to amortise an operation, few enough for the cache
@@ -79,6 +79,7 @@ class Settings:
 class Point:
     """A rule at one strength: means over all positions, in nats; infinite where one of them is.
 
+    rule, name: as it is written in Python, and what `resolve_rule` knows it by.
     tokens_per_forward: for 1 .. 16 drafted tokens, along the text: a draft of m tokens from position i gives
         1 + a_i + a_i a_(i+1) + ... + a_i ... a_(i+m-1), with a the acceptances. None where no document is that long.
     nll: of the text's tokens under the emitted law; `nll_gain` how much lower it is than under the target, with its
@@ -87,6 +88,7 @@ class Point:
 
     curve: str
     rule: str
+    name: str
     strength: float | None
     acceptance: float
     kl: float
@@ -243,7 +245,8 @@ def _summary(curves, done, complete):
             Point(
                 curve,
                 _written(rule),
-                next(iter(_given(rule).values()), None),
+                rule.name,
+                next(iter(given(rule).values()), None),
                 *means,
                 tokens_per_forward=_tokens_per_forward(of_rule[0].split(lengths)),
                 nll=nll.mean().item(),
@@ -286,15 +289,9 @@ def _matched_weight(kls, kl):
     return float(np.interp(math.sqrt(max(kl, 0)), kls.clamp(min=0).sqrt().flip(0), WEIGHTS[::-1]))
 
 
-def _given(rule):
-    """The fields of a rule that were given: its strength, and what else differs from the defaults; name -> value."""
-    values = [(f, getattr(rule, f.name)) for f in fields(rule) if getattr(rule, f.name) is not None]
-    return {f.name: value for i, (f, value) in enumerate(values) if i == 0 or value != f.default}
-
-
 def _written(rule):
     """A rule as it is written in Python."""
-    return f"{type(rule).__name__}({', '.join(f'{name}={value!r}' for name, value in _given(rule).items())})"
+    return f"{type(rule).__name__}({', '.join(f'{name}={value!r}' for name, value in given(rule).items())})"
 
 
 def _rounded(value):

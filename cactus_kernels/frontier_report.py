@@ -46,7 +46,11 @@ class Goal:
         best = self.best(found)
         if best is None:
             return f"For a mean {wanted}: none of these rules and strengths"
-        return f"For a mean {wanted}: {best.rule}, which accepts {best.acceptance:.3f} at a KL of {best.kl:.4f}"
+        options = f"--rule {best.name}" + ("" if best.strength is None else f" --strength {best.strength}")
+        return (
+            f"For a mean {wanted}: {best.rule}, which accepts {best.acceptance:.3f} at a KL of {best.kl:.4f}; "
+            f"in generate: {options}"
+        )
 
     @property
     def _max_kl(self):

@@ -84,7 +84,7 @@ def speculative_generate(
 
     Raises:
         TypeError, ValueError: before any work, naming what came and what to do. ValueError while running where a model
-            gave NaN or other bad probabilities, naming the requests.
+            or a processor gave NaN or other bad scores, naming the requests and which of them it was.
         RuntimeError: the backend asked for is not to be had.
     """
     request = check_request(
@@ -245,7 +245,7 @@ def _decode(
             logits, scores = decoder.score()
         with clock.time("verify"):
             verified = decoder.verify(scores, draft_token_ids, drawn_from)
-        emitted = batch.commit(verified, stopping, stats)
+        emitted = batch.commit(verified, stopping, stats, (logits, scores, draft_token_ids))
         stats.target_forwards += 1
         kept.put(logits, scores, emitted)
         streams.put(emitted, batch.remaining)

@@ -36,6 +36,20 @@ class SampleOutput:
     probs: torch.Tensor
     stats: RowStats
 
+    @property
+    def valid(self) -> torch.Tensor:
+        """bool [B], False where a row is bad."""
+        return self.token_ids >= 0
+
+    def raise_if_invalid(self) -> None:
+        """Raise ValueError naming the bad rows. Waits for the device."""
+        if not self.valid.all():
+            rows = (~self.valid).nonzero().squeeze(1).tolist()
+            raise ValueError(
+                f"bad values in rows {rows}: logits must not hold NaN or +inf nor be -inf throughout, sampling settings "
+                "must be in their ranges"
+            )
+
 
 @dataclass(frozen=True)
 class RowInputs:
@@ -79,7 +93,7 @@ def sample(logits, *, seed, offset, sampling=None, entropy=False, out=None, scra
 
     Raises:
         TypeError, ValueError: wrong types, shapes, dtypes or devices, before any work. Bad logits (NaN, +inf, nothing but
-            -inf) are not looked at here: they give a token of -1.
+            -inf) are not looked at here: they give a token of -1, and `raise_if_invalid()` raises.
         RuntimeError: the backend asked for is not to be had.
     """
     check_rows("logits", logits, 2)

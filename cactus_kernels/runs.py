@@ -15,7 +15,7 @@ from .checks import NUM_ASSISTANT_TOKENS, check_same_tokenizer
 from .generate import speculative_generate
 from .outputs import TextStream
 from .processors import eos_ids
-from .rules import Cactus, Rule, SpS, resolve_rule
+from .rules import RULES, Rule, SpS, given, resolve_rule, strength_name
 from .stats import Stats
 from .verify import MAX_DRAFT_TOKENS
 
@@ -85,12 +85,17 @@ class Settings:
             raise ValueError(f"seed must fit in 64 bits, got {self.seed}")
 
     def to_dict(self) -> dict:
-        """Everything above, ready for JSON; what a run has no use for is None."""
-        values = asdict(self) | {"rule": self.rule.name, "delta": next(iter(self.rule.strengths), None)}
+        """Everything above, and the rule's strength, ready for JSON; what a run has no use for is None.
+
+        delta: the strength again where the rule calls it so, else None.
+        """
+        rule = given(self.rule)
+        values = asdict(self) | {"rule": self.rule.name, "strength": next(iter(rule.values()), None)}
+        values["delta"] = rule.get("delta")
         if self.prompt_lookup_num_tokens is not None:
             values["num_assistant_tokens"] = None
         if self.greedy:
-            values |= dict.fromkeys(("rule", "delta", "temperature", "top_k", "top_p", "seed"))
+            values |= dict.fromkeys(("rule", "strength", "delta", "temperature", "top_k", "top_p", "seed"))
         return values
 
 
@@ -146,14 +151,22 @@ def check_prompt(prompt: str) -> None:
         raise ValueError("the prompt is not UTF-8")
 
 
-def make_rule(name: str, delta: float | None) -> Rule:
-    """A rule from its name and, for Cactus, its strength (None: the default). Raises ValueError."""
+def make_rule(name: str, strength: float | None = None, delta: float | None = None) -> Rule:
+    """A rule from its name and its strength, None: the default. Raises ValueError or TypeError.
+
+    delta: the strength, too, of a rule that calls it so.
+    """
     rule = resolve_rule(name)
-    if delta is None:
+    if strength is None and delta is None:
         return rule
-    if not isinstance(rule, Cactus):
-        raise ValueError(f"delta goes with rule cactus alone: leave it out with rule {name}")
-    return replace(rule, delta=delta)
+    if strength is not None and delta is not None:
+        raise ValueError("--strength and --delta are both given: leave one out")
+    called, option = strength_name(name), "--strength" if delta is None else "--delta"
+    if called is None:
+        raise ValueError(f"rule {name} has no strength: leave out {option}")
+    if delta is not None and called != "delta":
+        raise ValueError(f"rule {name} has no delta, its strength is {called}: use --strength")
+    return RULES[name](strength if delta is None else delta)
 
 
 def find_device(name: str | None) -> torch.device:

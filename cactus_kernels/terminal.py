@@ -101,7 +101,9 @@ def print_comparison(results, speeds, settings, why_slower):
 
 
 def _decoding(name, settings):
-    return f"cactus, delta {settings['delta']:g}" if name == "cactus" else name
+    if name != settings["rule"] or settings["strength"] is None:
+        return name
+    return f"{name}, {'strength' if settings['delta'] is None else 'delta'} {settings['strength']:g}"
 
 
 def models(settings):

@@ -14,8 +14,9 @@ pytest.importorskip("transformers")
 import torch
 from transformers.utils import logging
 
-from cactus_kernels import cli, philox, runs, selfcheck, terminal
+from cactus_kernels import cli, frontier, frontier_report, philox, runs, selfcheck, terminal
 from cactus_kernels.assets import embedded_pair
+from cactus_kernels.rules import RULES, given
 
 SHORT = ["--max-new-tokens", "24", "--seed", "1"]
 PROMPT = "Question: A farmer has 7 hens."
@@ -120,6 +121,32 @@ def test_json_holds_the_run(generate, pair):
     assert (settings["rule"], settings["delta"], settings["num_assistant_tokens"]) == ("cactus", 0.25, 3)
     assert (settings["temperature"], settings["top_k"], settings["top_p"]) == (1.0, 0, 1.0)
     assert (settings["device"], settings["dtype"], settings["seed"]) == ("cpu", "float32", 1)
+
+
+def test_the_strength_of_a_rule(generate):
+    """By either name the same run; the table and JSON tell it."""
+    quick = (PROMPT, "--max-new-tokens", "12", "--seed", "1")
+    by_delta, by_strength = (generate(*quick, "--json", option, 0.1) for option in ("--delta", "--strength"))
+    assert by_delta["token_ids"] == by_strength["token_ids"] and by_delta["settings"] == by_strength["settings"]
+    assert (by_delta["settings"]["delta"], by_delta["settings"]["strength"]) == (0.1, 0.1)
+    lossless = generate(*quick, "--json", "--rule", "sps")
+    assert lossless["settings"]["strength"] is None and lossless["settings"]["delta"] is None
+    for rule, name in (("capped", "capped"), ("lenience", "capped"), ("optimal-cap", "optimal-cap")):
+        run = generate(*quick, "--json", "--rule", rule, "--strength", 1)
+        assert [run["settings"][k] for k in ("rule", "strength", "delta")] == [name, 1, None]
+        assert run["token_ids"] == lossless["token_ids"]
+    assert "capped, strength 1.5" in generate(*quick, "--rule", "capped", "--strength", 1.5)
+
+
+def test_what_frontier_recommends_can_be_given():
+    """The options at the end of its answer make the very rule, whichever it is."""
+    for rule in (rule for curve in frontier.CURVES.values() for rule in curve):
+        strength = next(iter(given(rule).values()), None)
+        point = frontier.Point("", "", rule.name, strength, 0.5, 0, 0, 0, 0, [], 0, 0, 0, None)
+        answer = frontier_report.Goal().answer(frontier.Frontier([point], 1, 1, 1, True, 0.0, 0.0, 0.0))
+        options = answer.partition("in generate: ")[2].split()
+        assert options[::2] == ["--rule", "--strength"][: len(options) // 2]
+        assert repr(runs.make_rule(options[1], *map(float, options[3:]))) == repr(rule)
 
 
 def test_one_token_drafts_nothing(generate):
@@ -285,7 +312,14 @@ def fake_run():
         (["--delta", "inf"], "delta must be finite"),
         (["--delta", "lots"], "Invalid value for '--delta'"),
         (["--rule", "best"], "unknown rule 'best'"),
-        (["--rule", "sps", "--delta", "1"], "delta goes with rule cactus alone"),
+        (["--rule", "sps", "--delta", "1"], "rule sps has no strength: leave out --delta"),
+        (["--rule", "coupled", "--strength", "1"], "rule coupled has no strength: leave out --strength"),
+        (["--rule", "capped", "--delta", "1"], "rule capped has no delta, its strength is cap: use --strength"),
+        (["--strength", "1", "--delta", "1"], "--strength and --delta are both given: leave one out"),
+        (["--rule", "capped", "--strength", "0.5"], "cap must be finite and at least 1 (1 is SpS), got 0.5"),
+        (["--rule", "interpolation", "--strength", "nan"], "weight must be in [0, 1], got nan"),
+        (["--rule", "top-k", "--strength", "2.5"], "k must be an int, got 2.5"),
+        (["--greedy", "--strength", "1"], "--greedy does not sample: leave out --strength"),
         (["--num-assistant-tokens", "0"], "num-assistant-tokens must be in 1 .. 64, got 0"),
         (["--num-assistant-tokens", "65"], "num-assistant-tokens must be in 1 .. 64, got 65"),
         (["--max-new-tokens", "0"], "max-new-tokens must be at least 1, got 0"),
@@ -388,6 +422,9 @@ def test_help_and_version(command):
     assert command()[1] == out
     code, out, _ = command("generate", "--help")
     assert code == 0 and all(option in out for option in ("--model", "--delta", "--compare", "--greedy", "--json"))
+    words = " ".join(re.sub("[│╭╰─╮╯]", " ", out).split())
+    for name in RULES.keys() - {"sps", "coupled"}:
+        assert name in words.partition("--strength")[2].partition("--delta")[0]
     assert command("--version") == (0, "0.1.0\n", "")
 
 

@@ -232,6 +232,7 @@ def test_table_files_and_recommendation(command, tmp_path):
     assert f"{cactus['acceptance']:.3f}" in out and f"{cactus['kl']:.3f}" in out
     within = max((p for p in value["points"] if p["kl"] <= 0.2), key=lambda p: p["acceptance"])
     assert out.splitlines()[-1].startswith("For a mean KL of at most 0.2: " + within["rule"])
+    assert out.splitlines()[-1].endswith(f"in generate: --rule {within['name']} --strength {within['strength']}")
     assert [x.name for x in tmp_path.iterdir()] == ["f.json"]
 
 
@@ -306,7 +307,7 @@ def test_a_text_without_positions_is_refused(command, tmp_path):
 
 
 def point(rule, acceptance, kl):
-    return frontier.Point("", rule, None, acceptance, kl, 0, 0, 0, [], 0, 0, 0, None)
+    return frontier.Point("", rule, "sps", None, acceptance, kl, 0, 0, 0, [], 0, 0, 0, None)
 
 
 def test_what_is_recommended():

@@ -24,7 +24,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation import logits_process as hf
 
-from cactus_kernels import Cactus, drafters, embedded_pair, generate, philox, speculative_generate
+from cactus_kernels import Cactus, Rule, drafters, embedded_pair, generate, philox, speculative_generate
 
 ROWS = 12_000
 EOS, PAD = 1, 0
@@ -735,6 +735,55 @@ def test_bad_scores_are_an_error_that_names_the_requests(who, do_sample, bad):
     prompts = [[2], [7], [3], [EOS]]
     with pytest.raises(ValueError, match=r"requests \[0, 2\]|requests \[2\]"):
         run(models["target"], models["draft"], prompts, max_new_tokens=9, do_sample=do_sample)
+
+
+class BadAfter(LogitsProcessor):
+    """Scores that are bad once a text ends with a token."""
+
+    def __init__(self, token, value):
+        self.token, self.value = token, value
+
+    def __call__(self, input_ids, scores):
+        return scores + torch.where(input_ids[:, -1:] == self.token, self.value, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("bad", "do_sample"), [(torch.nan, True), (-torch.inf, True), (torch.nan, False)], ids=["nan", "none", "nan-greedy"]
+)
+def test_bad_scores_are_said_to_be_whose_they_are(bad, do_sample):
+    """Row 0 meets token 5 as its third, row 1 in its prompt; the target, the draft, or a processor cannot bear it."""
+
+    def error(target=0.0, draft=0.0, processor=0.0, **settings):
+        models = [chain(8, (2, 3), (3, 4), (4, 5), (5, 6)) for _ in range(2)]
+        for model, value in zip(models, (target, draft), strict=True):
+            model.table[5] += value
+        processors = LogitsProcessorList([BadAfter(5, processor)] if processor else [])
+        with pytest.raises(ValueError, match=r"^bad values in requests \[0, 1\] at drafted positions") as raised:
+            run(*models, [[2], [4]], max_new_tokens=9, do_sample=do_sample, logits_processor=processors, **settings)
+        return str(raised.value)
+
+    is_bad = "NaN, +inf or nothing but -inf"
+    assert error(target=bad).endswith(f"[3, 1]: the target's own logits are {is_bad}")
+    assert error(draft=bad).endswith(f": the draft's scores are {is_bad}, those of the target are good")
+    after = f": the target's own logits are good, and {is_bad} after the logits processors"
+    assert error(processor=bad).endswith(after)
+    # What the model's own scores are is read before the processors.
+    assert error(target=bad, processor=bad).endswith(f": the target's own logits are {is_bad}")
+
+
+class Nothing(Rule):
+    """Accepts nothing, and leaves nothing to recover."""
+
+    name = "nothing"
+
+    @staticmethod
+    def h(q, q_n, p_n, is_drafted, stat):
+        return q * 0.0
+
+
+def test_a_bad_rule_is_not_laid_to_scores():
+    with pytest.raises(ValueError, match="the scores are good, but the rule makes no law of them"):
+        run(*table_pair(5), [[1], [2]], max_new_tokens=4, rule=Nothing(), seed=1, do_sample=True)
 
 
 @pytest.mark.parametrize("do_sample", [True, False], ids=["sampled", "greedy"])

@@ -53,8 +53,11 @@ def test_kept_sets_and_probabilities_are_those_of_transformers(backend):
 def test_bad_rows_of_logits_are_flagged(backend, row, says):
     logits = torch.tensor([[0.0, 1.0], row], device=DEVICE)
     out = sample(logits, seed=0, offset=0, backend=backend)
-    assert out.stats.valid.tolist() == [True, False], says
+    assert out.valid.tolist() == out.stats.valid.tolist() == [True, False], says
     assert out.token_ids[1] == -1 and out.probs[1].isnan() and 0 <= out.token_ids[0] < 2
+    with pytest.raises(ValueError, match=r"^bad values in rows \[1\]: logits must not hold NaN"):
+        out.raise_if_invalid()
+    sample(logits[:1], seed=0, offset=0, backend=backend).raise_if_invalid()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -66,7 +69,7 @@ def test_bad_settings_of_a_request_are_flagged(backend):
         out = sample(
             torch.zeros(2, 5, device=DEVICE), seed=0, offset=0, sampling=Sampling(**{name: values}), backend=backend
         )
-        assert out.stats.valid.tolist() == [True, False], name
+        assert out.valid.tolist() == out.stats.valid.tolist() == [True, False], name
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -462,7 +462,11 @@ REFUSED = [
     (lambda: Typical(1.5), ValueError, "epsilon"),
     (lambda: Typical(0.5, 2.0), ValueError, "alpha"),
     (lambda: TopK(0), ValueError, "at least 1"),
-    (lambda: TopK(2.0), TypeError, "k must be an int"),
+    (lambda: TopK(2.0), TypeError, "k must be an int, got 2.0"),
+    *(
+        (lambda x=x: RULES["top-k"](x), TypeError, f"k must be an int, got {x}")
+        for x in (2.5, float("inf"), float("nan"))
+    ),
     (lambda: Optimal(), ValueError, "one of"),
     (lambda: Optimal(cap=2.0, price=2.0), ValueError, "one of"),
     (lambda: Optimal(cap=0.5), ValueError, "cap"),

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from dataclasses import fields
 
 from .. import torch_language as m
 from .base import Rule, bind
@@ -28,13 +29,21 @@ __all__ = [
     "Typical",
     "bind",
     "cap",
+    "given",
     "m",
     "rebuild",
     "resolve_rule",
     "spend",
+    "strength_name",
+    "strengths",
     "table",
     "within",
 ]
+
+
+def _top_k(k=10):
+    return TopK(int(k) if isinstance(k, float) and k.is_integer() else k)  # as a strength, it comes as a float
+
 
 # What makes a rule of each name: from its strengths, or with the default ones.
 RULES = {
@@ -50,7 +59,7 @@ RULES = {
     "mentored": Mentored,
     "interpolation": Interpolation,
     "typical": Typical,
-    "top-k": lambda k=10: TopK(int(k)),
+    "top-k": _top_k,
     "coupled": Coupled,
 }
 
@@ -71,6 +80,26 @@ def table() -> str:
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def strength_name(name: str) -> str | None:
+    """What the strength is called, such as "delta", in the rule of that name: the first if there are two, None if none."""
+    return next(iter(inspect.signature(RULES[name]).parameters), None)
+
+
+def strengths() -> str:
+    """What the strength of each rule is, with its default: the help of the command holds it."""
+    rules = {}
+    for name, make in RULES.items():
+        if what := strength_name(name):
+            rules.setdefault((what, inspect.signature(make).parameters[what].default), []).append(name)
+    return "; ".join(f"{what} of {', '.join(names)} ({default:g})" for (what, default), names in rules.items())
+
+
+def given(rule: Rule) -> dict:
+    """The fields of a rule of the package that were given, name -> value: its strength, and what differs from defaults."""
+    values = [(f, getattr(rule, f.name)) for f in fields(rule) if getattr(rule, f.name) is not None]
+    return {f.name: value for i, (f, value) in enumerate(values) if i == 0 or value != f.default}
 
 
 def resolve_rule(rule) -> Rule:

@@ -96,7 +96,7 @@ class TopK(Rule):
 
     def __post_init__(self):
         if isinstance(self.k, bool) or not isinstance(self.k, int):
-            raise TypeError(f"k must be an int, got {type(self.k).__name__}")
+            raise TypeError(f"k must be an int, got {self.k!r}")
         if self.k < 1:
             raise ValueError(f"k must be at least 1, got {self.k}")
 
