@@ -79,7 +79,7 @@ class Batch:
         count = (token_ids >= 0).sum(1)
         last = (self.lengths + count - 1).clamp(min=0)[:, None]
         self.text.scatter_(1, last, token_ids.gather(1, (count - 1).clamp(min=0)[:, None]))
-        valid, num_accepted = verified.valid.tolist(), verified.num_accepted.tolist()
+        valid, num_accepted, drafted = (x.tolist() for x in (verified.valid, verified.num_accepted, judged[-1]))
         emitted = [[] for _ in range(self.size)]
         for b, row in enumerate(token_ids.tolist()):
             if not self.remaining[b]:
@@ -87,6 +87,8 @@ class Batch:
                 continue
             tokens = [t for t in row if t >= 0]
             kept, ended = stopping.cut(self.text[b, : self.length[b] + len(tokens)], tokens)
+            # A draft that ended before its time did so on bad scores.
+            valid[b] &= num_accepted[b] >= self.drafts[b] or drafted[b][num_accepted[b]] >= 0
             valid[b] |= ended  # what is bad comes after the end
             stats.count(b, self.drafts[b], min(kept, num_accepted[b]), kept)
             self.length[b] += kept

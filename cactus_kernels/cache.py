@@ -135,7 +135,9 @@ class RollbackModel:
         if not 0 <= length <= self.max_length:
             raise ValueError(f"length is {length}, not in 0 .. {self.max_length}: make max_length larger")
         T = input_ids.shape[1]
-        keep, chunk, logits = logits_to_keep or T, self.chunk or T, []
+        if T <= (self.chunk or T):
+            return self._forward(input_ids, positions, length, logits_to_keep or T, inputs)
+        keep, chunk, logits = logits_to_keep or T, self.chunk, []
         for start in range(0, T, chunk):
             end = min(start + chunk, T)
             wanted = end - max(start, T - keep)
@@ -145,7 +147,7 @@ class RollbackModel:
             piece = self._forward(input_ids[:, start:end], at, reach, max(wanted, 1), inputs)
             if wanted > 0:
                 logits.append(piece)
-        return logits[0] if len(logits) == 1 else torch.cat(logits, 1)
+        return torch.cat(logits, 1)
 
     def _forward(self, input_ids, positions, length, logits_to_keep, inputs):
         if positions is None:

@@ -318,23 +318,18 @@ class _Decoder:
 
     def verify(self, scores, draft_token_ids, drawn_from):
         """Accept, recover: a `VerifyOutput`. The random words of every drafted row are spent, also of rejected ones."""
-        num_drafts = self.batch.num_drafts
         if self.greedy:
-            verified = verify_greedy(arg_max(scores), draft_token_ids)
-        else:
-            verified = verify_from_logits(
-                scores, drawn_from.pop("draft_logits", None), draft_token_ids, self.rule, sampling=self.sampling,
-                budget=self.left, seed=self.seed, offset=self.offset, backend=self.backend, **drawn_from,
-            )  # fmt: skip
-            if self.left is not None:
-                self.left = self.left - verified.spent
-            # Of a coupled draw the words are those of the token's position, whatever was drafted.
-            coupled = isinstance(self.rule, Coupled)
-            self.offset += (verified.token_ids >= 0).sum(1) if coupled else num_drafts + 1
-        # A draft that ended before its time did so on bad scores.
-        stop = verified.num_accepted.long()
-        following = torch.nn.functional.pad(draft_token_ids, (0, 1), value=-1).gather(1, stop[:, None])[:, 0]
-        return replace(verified, valid=verified.valid & ((following >= 0) | (stop >= num_drafts)))
+            return verify_greedy(arg_max(scores), draft_token_ids)
+        verified = verify_from_logits(
+            scores, drawn_from.pop("draft_logits", None), draft_token_ids, self.rule, sampling=self.sampling,
+            budget=self.left, seed=self.seed, offset=self.offset, backend=self.backend, **drawn_from,
+        )  # fmt: skip
+        if self.left is not None:
+            self.left = self.left - verified.spent
+        # Of a coupled draw the words are those of the token's position, whatever was drafted.
+        coupled = isinstance(self.rule, Coupled)
+        self.offset += (verified.token_ids >= 0).sum(1) if coupled else self.batch.num_drafts + 1
+        return verified
 
 
 def verify_greedy(target_token_ids, draft_token_ids) -> VerifyOutput:
