@@ -113,6 +113,36 @@ def test_logits_are_those_of_the_plain_forward(family, attention, dtype, how, mo
     assert rolled_back > 50
 
 
+ONE_ROW_CASES = [
+    (family, "eager" if family == "gemma2" else attention, how)
+    for family in ("llama", "mistral", "gemma2", "gemma3", "gpt-neox")
+    for attention in ("sdpa", "eager")
+    for how in ("slots", "chunks", "aligned")
+    if family != "gemma2" or attention == "eager"
+]
+
+
+@pytest.mark.parametrize("family, attention, how", ONE_ROW_CASES, ids=short)
+def test_one_row_without_positions(family, attention, how):
+    """Blocks of 1 to 9 tokens, the last ones wrong and written over; past the capacity that was allocated first."""
+    model = build(family, attention, torch.float64)
+    text = random_tokens((1, 150))
+    expected = plain_logits(model, text)[0]
+    rollback = RollbackModel(model, 1, 154, CHUNK if how == "chunks" else None)
+    rollback.aligned |= how == "aligned"
+    rng, done, wrong = random.Random(0), 0, 0
+    while done < 150:
+        start = max(done - rng.randint(0, 3), 0)
+        right = min(150, done + rng.choice((1, 1, 2, 5, 9))) - start
+        tokens = torch.cat([text[:, start : start + right], random_tokens((1, wrong), seed=done)], 1)
+        logits = rollback(tokens, None, length=start + right + wrong, logits_to_keep=right + wrong)[0, :right]
+        torch.testing.assert_close(logits, expected[start : start + right], rtol=0, atol=TOLERANCE[torch.float64])
+        done, wrong = start + right, rng.randint(0, 4)
+    assert rollback.slots.capacity > SMALLEST_CAPACITY
+    with pytest.raises(ValueError, match=r"positions \(1, 1\) must both be \[2, T\]"):
+        RollbackModel(model, 2, 9)(text[:, :1], None, length=1)
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_finished_rows_leave_the_others_unchanged(family, attention):
