@@ -108,6 +108,7 @@ class RollbackModel:
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         config = model.config.get_text_config()
         self.aligned = is_flash(config._attn_implementation)
+        self.flex = config._attn_implementation == "flex_attention"
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
         self.masks = Masks(config, dtype)
         self.counting = torch.empty(0, dtype=torch.int64)  # 0, 1, 2, … where the tokens of a single row are
@@ -150,6 +151,8 @@ class RollbackModel:
         return torch.cat(logits, 1)
 
     def _forward(self, input_ids, positions, length, logits_to_keep, inputs):
+        if positions is None and self.flex:
+            positions = torch.arange(length - input_ids.shape[1], length, device=input_ids.device)[None]
         if positions is None:
             mask, position_ids = self._place_last(input_ids.shape[1], length, input_ids.device)
         else:
@@ -173,7 +176,8 @@ class RollbackModel:
         slots, T = self.slots, positions.shape[1]
         self._place(positions, length)
         position_ids = positions.clamp(min=0)
-        if length == T and bool((positions == torch.arange(T, device=positions.device)).all()):
+        # Flex attention needs a mask in any case, and would be compiled once more for one that the model makes.
+        if not self.flex and length == T and bool((positions == torch.arange(T, device=positions.device)).all()):
             self._see_own(T)
             return None, position_ids
         if self.aligned:
@@ -268,6 +272,12 @@ def check_rollback(model, max_length: int | None = None) -> None:
         raise ValueError(
             f"attention implementation {attention!r} takes no mask with a pattern for each row: "
             f'call model.set_attn_implementation("sdpa"), or one of {", ".join(MASKS)}, flash_attention_2'
+        )
+    devices = set(getattr(model, "hf_device_map", {}).values()) - {"cpu", "disk"}
+    if attention == "flex_attention" and len(devices) > 1:
+        raise ValueError(
+            f"the layers of {name} are on several devices ({', '.join(sorted(map(str, devices)))}), and a mask of flex "
+            f'attention stays on one: call model.set_attn_implementation("sdpa")'
         )
     parameters = inspect.signature(model.forward).parameters
     if _cache_keyword(model) is None or "position_ids" not in parameters:

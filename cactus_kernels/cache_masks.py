@@ -1,21 +1,57 @@
 """What each entry of a block attends to in a cache whose slots are positions + 1, in the form that attention takes it."""
 
 import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+BLOCK = 128  # entries, and slots, of a block of flex attention
 
 
-def visible_slots(positions: torch.Tensor, used: int, window: int | None) -> torch.Tensor:
-    """Which slots each entry attends to, bool [B, 1, T, used].
+def visible_spans(positions: torch.Tensor, window: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first and the last slot that each entry attends to, int64 [B, T] each.
 
     positions: int64 [B, T]. An entry at position t sees positions max(0, t - window + 1) .. t, hence itself; a padding
     entry (-1) sees slot 0 alone, so that its softmax is over something.
     """
-    query = positions[:, None, :, None]
-    key = torch.arange(-1, used - 1, device=positions.device)
-    visible = key <= query
-    visible[..., :1] = query < 0
-    if window is not None:
-        visible &= key > query - window
+    last = positions + 1
+    first = torch.ones_like(last) if window is None else (last - window + 1).clamp(min=1)
+    return torch.minimum(first, last), last
+
+
+def visible_slots(positions: torch.Tensor, used: int, window: int | None) -> torch.Tensor:
+    """Which slots each entry attends to, bool [B, 1, T, used]: those of `visible_spans`."""
+    first, last = (slots[:, None, :, None] for slots in visible_spans(positions, window))
+    slot = torch.arange(used, device=positions.device)
+    visible = slot <= last
+    visible &= slot >= first
     return visible
+
+
+def block_mask(positions: torch.Tensor, used: int, window: int | None) -> BlockMask:
+    """`visible_slots` as flex attention takes it: which blocks are seen in part, which as a whole, and a rule for the part."""
+    T, device = positions.shape[1], positions.device
+    # One tensor: torch 2.13 mistakes sizes for one another in C++ when a rule has more of them.
+    spans = torch.stack(visible_spans(positions, window))
+
+    def visible(b, h, entry, slot):
+        return (slot >= spans[0, b, entry]) & (slot <= spans[1, b, entry])
+
+    # A block more than needed, each way, since torch compiles sizes of 1 apart. Entries that are none do as the last one.
+    entries = torch.arange((T + 2 * BLOCK - 1) // BLOCK * BLOCK, device=device).clamp(max=T - 1).view(-1, BLOCK)
+    first, last = spans[:, :, None, entries, None]
+    start = torch.arange(0, used + BLOCK, BLOCK, device=device)
+    end = start + BLOCK - 1
+    some = ((start <= last) & (end >= first)).any(3)
+    whole = ((start >= first) & (end <= last)).all(3)
+    by_slots = (None,) * 4  # the same, from slots to entries, for gradients
+    return BlockMask(
+        (T, used), *_listed(some & ~whole), *_listed(whole), *by_slots, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible
+    )
+
+
+def _listed(blocks):
+    """Blocks bool [B, 1, entries, slots] as a `BlockMask` lists them, int32: how many a row has; the row's, these first."""
+    order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
 
 def visible_to_last(count: int, start: int, window: int | None, device) -> torch.Tensor:
@@ -39,8 +75,8 @@ def _additive(visible, dtype):
 
 MOST_KEPT = 65  # tokens of a round: longer blocks are prompts, which come once
 
-# The form of mask that each attention implementation takes.
-MASKS = {"sdpa": _boolean, "eager": _additive}
+# The form of mask that each attention implementation takes; None: a `BlockMask`.
+MASKS = {"sdpa": _boolean, "eager": _additive, "flex_attention": None}
 
 
 class Masks:
@@ -58,6 +94,8 @@ class Masks:
 
         positions: int64 [B, T], -1 at padding entries. used: slots in use.
         """
+        if self.form is None:
+            return self._by_layer_type({n: block_mask(positions, used, w) for n, w in self.windows.items()})
         return self._by_layer_type(
             {n: self.form(visible_slots(positions, used, w), self.dtype) for n, w in self.windows.items()}
         )

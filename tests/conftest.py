@@ -16,6 +16,13 @@ def device():
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.fixture
+def uncompiled():
+    """Flex attention by its formula, in any dtype; compiling it takes seconds, and a CPU's float64 does not compile."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
 @pytest.fixture(scope="session")
 def bytes_tokenizer():
     """A tokenizer with a token for each byte."""

@@ -2,17 +2,19 @@
 
 import functools
 import random
+import shutil
 
 import flash
 import pytest
 import torch
 import transformers
 from models import COMMON, FAMILIES, V, build
+from torch.nn.attention.flex_attention import create_mask
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from cactus_kernels.cache import SMALLEST_CAPACITY, RollbackModel, check_rollback, max_positions
-from cactus_kernels.cache_masks import visible_slots
+from cactus_kernels.cache_masks import BLOCK, block_mask, visible_slots
 
 PROMPTS = (3, 17, 9, 1)
 B = len(PROMPTS)
@@ -62,12 +64,17 @@ FORWARD_CASES += [
     # transformers' eager mask of a row that is all padding is nothing but -inf in float64.
     if (attention, how) != ("eager", "aligned")
 ]
+FORWARD_CASES += [
+    (family, "flex_attention", torch.float64, how)
+    for family, how in (("llama", "slots"), ("mistral", "slots"), ("gemma2", "slots"), ("gemma3", "chunks"))
+]
 
 
 def short(value) -> str:
     return str(value).removeprefix("torch.")
 
 
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("family, attention, dtype, how", FORWARD_CASES, ids=short)
 def test_logits_are_those_of_the_plain_forward(family, attention, dtype, how, monkeypatch):
     """Aligned as for flash attention, whose layout other kinds of attention take as well."""
@@ -161,9 +168,12 @@ def test_finished_rows_leave_the_others_unchanged(family, attention):
         assert got.isfinite().all()
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt2"])
-def test_what_lies_past_a_row_is_never_seen(family):
-    model = build(family)
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize(
+    "family, attention", [("llama", "sdpa"), ("mistral", "sdpa"), ("gpt2", "sdpa"), ("mistral", "flex_attention")]
+)
+def test_what_lies_past_a_row_is_never_seen(family, attention):
+    model = build(family, attention)
     texts = random_tokens((B, 40))
     clean, poisoned = prefilled(model, texts), prefilled(model, texts)
     for layer in poisoned.cache.layers:
@@ -239,6 +249,70 @@ def test_visible_slots(window):
             assert {slot for slot in range(8) if got[b, 0, i, slot]} == seen
 
 
+@pytest.mark.parametrize("window", [None, 1, 100, 300])
+def test_blocks_of_flex_attention_hold_what_is_visible(window):
+    """In none of its blocks too much or too little, against the dense mask: torch's formula for a CPU reads no blocks."""
+    rows = {
+        "round": [(5, -1), (2, 300), (0, -1), (5, 200)],
+        "one column": [(1, 0), (1, 126), (1, 127), (1, 511)],
+        "prompts": [(300, 0), (7, 0), (128, 0), (129, 0)],
+        "a chunk": [(256, 100), (0, -1), (100, 412), (256, 255)],
+    }
+    found = set()
+    for case in rows.values():
+        _, positions = left_padded([(torch.zeros(n), start) for n, start in case])
+        T, used = positions.shape[1], int(positions.max()) + 2
+        mask = block_mask(positions, used, window)
+        assert mask.shape == (B, 1, T, used)
+        expected = visible_slots(positions, used, window)
+        assert torch.equal(create_mask(mask.mask_mod, B, 1, T, used, device="cpu"), expected)
+        partial, full = (
+            [
+                [set(row[:n]) for row, n in zip(*lists, strict=True)]
+                for lists in zip(i.tolist(), n.tolist(), strict=True)
+            ]
+            for i, n in (
+                (mask.kv_indices[:, 0], mask.kv_num_blocks[:, 0]),
+                (mask.full_kv_indices[:, 0], mask.full_kv_num_blocks[:, 0]),
+            )
+        )
+        for b in range(B):
+            for i in range(0, T, BLOCK):
+                for j in range(0, used, BLOCK):
+                    block = expected[b, 0, i : i + BLOCK, j : j + BLOCK]
+                    whole = block.shape[1] == BLOCK and bool(block.all())
+                    kind = "full" if whole else "partial" if block.any() else "unseen"
+                    found.add(kind)
+                    assert (j // BLOCK in full[b][i // BLOCK]) == (kind == "full")
+                    assert (j // BLOCK in partial[b][i // BLOCK]) == (kind == "partial")
+    assert found == {"partial", "unseen"} | ({"full"} if window in (None, 300) else set())
+
+
+@pytest.mark.slow
+def test_flex_attention_compiled(device):
+    """In batches of several sizes, without as many graphs as make torch give up compiling."""
+    if device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        pytest.skip("torch compiles for a CPU with a C++ compiler")
+    sizes = {"head_dim": 16, "query_pre_attn_scalar": 16, "max_position_embeddings": 512}
+    model = build("gemma3", "flex_attention", torch.float32, **sizes).to(device)
+    texts = random_tokens((4, 300))
+    expected = plain_logits(build("gemma3", "sdpa", torch.float32, **sizes), texts)
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for prompts in ((200, 5, 130, 77), (120, 3), (250,), (100, 100)):
+            rollback, ends = RollbackModel(model, len(prompts), 300), [0] * len(prompts)
+            for widths in (prompts, (2, 5, 1, 3), (1, 1, 1, 1), (2, 0, 1, 1), (40, 30, 20, 10), (1, 1, 1, 1)):
+                starts = [max(end - 1, 0) for end in ends]
+                ends = [start + width for start, width in zip(starts, widths, strict=False)]
+                rows = [(texts[b, start:end], start) for b, (start, end) in enumerate(zip(starts, ends, strict=True))]
+                ids, positions = left_padded(rows)
+                logits = rollback(ids.to(device), positions.to(device), length=max(ends)).cpu()
+                for b, (start, end) in enumerate(zip(starts, ends, strict=True)):
+                    torch.testing.assert_close(
+                        logits[b, logits.shape[1] - (end - start) :], expected[b, start:end], rtol=0, atol=1e-4
+                    )
+
+
 class Bigram(PreTrainedModel):
     """A table of logits by the last token: no attention, no use of the cache."""
 
@@ -269,6 +343,12 @@ def test_a_model_without_attention_passes_through():
 def with_attention(name: str):
     model = build("llama")
     model.config._attn_implementation = name
+    return model
+
+
+def flex_on_two_devices():
+    model = with_attention("flex_attention")
+    model.hf_device_map = {"model.embed_tokens": 0, "model.layers.0": "cpu", "model.layers.1": 1}
     return model
 
 
@@ -316,8 +396,7 @@ REFUSED = {
     "encoder-decoder": (lambda: model_of("T5ForConditionalGeneration", **SMALL_T5), "T5.* is not a decoder-only"),
     "recurrent": (lambda: model_of("MambaForCausalLM", **SMALL_MAMBA), "Mamba.* recurrent, hybrid .*use a model whose"),
     "hybrid": (lambda: model_of("Qwen3NextForCausalLM", **SMALL_NEXT), "Qwen3Next.* recurrent, hybrid .*linear_atten"),
-    # In torch 2.13 its kernel for CPUs does not compile where the number of queries changes.
-    "flex attention": (lambda: with_attention("flex_attention"), "'flex_attention'" + SET_SDPA),
+    "flex on two devices": (flex_on_two_devices, r"LlamaForCausalLM are on several devices \(0, 1\)" + SET_SDPA),
     "paged attention": (lambda: with_attention("paged|sdpa"), r"'paged\|sdpa'" + SET_SDPA),
     "paged flash": (lambda: with_attention("paged|flash_attention_2"), r"'paged\|flash_attention_2'" + SET_SDPA),
     "no positions": (without_positions, "takes input_ids, cache, and must take position_ids"),

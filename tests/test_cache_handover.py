@@ -14,6 +14,7 @@ from cactus_kernels import custom_generate, speculative_generate
 from cactus_kernels.cache_handover import CACHE_NAME
 
 FAMILIES = [("llama", "sdpa"), ("mistral", "sdpa"), ("gemma3", "sdpa"), ("gemma2", "eager"), ("gpt2", "sdpa")]
+FAMILIES += [("gemma3", "flex_attention")]
 PROMPTS = random_prompts((5, 13), V)
 MORE = torch.tensor(random_prompts((6, 6), V, seed=1))
 
@@ -48,6 +49,7 @@ def continued(out, mask):
     return ids, torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
 
 
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("family, attention", FAMILIES)
 @pytest.mark.parametrize(
     "first, second",
@@ -74,6 +76,7 @@ def test_a_conversation_goes_on_from_its_cache(family, attention, first, second)
     assert two[CACHE_NAME] is cache and cache.get_seq_length() == two.sequences.shape[1] - 1
 
 
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("family, attention", FAMILIES)
 def test_the_cache_that_comes_back_is_that_of_generate(family, attention):
     target = build(family, attention, torch.float32)
@@ -115,9 +118,10 @@ def test_an_empty_cache_is_filled():
     assert cache.get_seq_length() == sequences.shape[1] - 1
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 100])
-def test_prompts_in_chunks(chunk):
-    target = build("gemma3")
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("chunk, attention", [(1, "sdpa"), (3, "sdpa"), (100, "sdpa"), (3, "flex_attention")])
+def test_prompts_in_chunks(chunk, attention):
+    target = build("gemma3", attention)
     ids, mask = padded(PROMPTS)
     expected = ours(target, ids, mask).sequences
     seen = Widths(target)
