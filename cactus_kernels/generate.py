@@ -57,7 +57,7 @@ def speculative_generate(
     that read the text are called for one row at a time, [1, L] without padding, as if it were generated alone.
 
     Args:
-        model: the target, a decoder-only causal LM with eager, sdpa or flash attention and a cache that can roll back.
+        model: the target, a decoder-only causal LM with eager, sdpa, flex or flash attention and a cache that can roll back.
         input_ids: int64 [B, P], left-padded; rows of different lengths need `attention_mask`.
         assistant_model: the draft, of the same kind and with the same tokenizer; `skip_layers(model, ...)` makes one of
             the target's own weights. Without one, prompt_lookup_num_tokens drafts from the row's own text.
