@@ -90,7 +90,7 @@ class Masks:
         self.widest = {}  # of the last tokens of one row, by their number: start and masks
 
     def __call__(self, positions: torch.Tensor, used: int):
-        """One mask [B, 1, T, used] if all layers see alike, else a dict of masks by layer type.
+        """One mask [B, 1, T, used] if all layers see alike, else a dict of masks by layer type; each a tensor or a `BlockMask`.
 
         positions: int64 [B, T], -1 at padding entries. used: slots in use.
         """

@@ -127,8 +127,10 @@ ONE_ROW_CASES = [
     for how in ("slots", "chunks", "aligned")
     if family != "gemma2" or attention == "eager"
 ]
+ONE_ROW_CASES += [("gemma3", "flex_attention", how) for how in ("slots", "chunks")]
 
 
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("family, attention, how", ONE_ROW_CASES, ids=short)
 def test_one_row_without_positions(family, attention, how):
     """Blocks of 1 to 9 tokens, the last ones wrong and written over; past the capacity that was allocated first."""
