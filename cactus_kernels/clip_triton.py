@@ -124,7 +124,7 @@ def _at_kl(rows, kl, c, difference, BLOCK: tl.constexpr):
         low = tl.where(excess > 0.0, low, c)
         newton = tl.where(slope != 0.0, c_ - excess / slope, LARGEST).to(tl.float32)
         step = tl.where((newton > low) & (newton < high), newton, tl.sqrt_rn(low) * tl.sqrt_rn(high))
-        done = (tl.abs(excess) <= CLOSE * kl.to(tl.float64)) | ((newton == c) & (b > 0.0))
+        done = (tl.abs(excess) <= kl.to(tl.float64) * CLOSE) | ((newton == c) & (b > 0.0))
         done = done | (((step > low) & (step < high)) == 0)
         steps = tl.where(every | done, 0, steps - 1)
         c = tl.where(every, LARGEST, tl.where(done, c, step))
