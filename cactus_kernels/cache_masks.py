@@ -42,9 +42,8 @@ def block_mask(positions: torch.Tensor, used: int, window: int | None) -> BlockM
     end = start + BLOCK - 1
     some = ((start <= last) & (end >= first)).any(3)
     whole = ((start >= first) & (end <= last)).all(3)
-    by_slots = (None,) * 4  # the same, from slots to entries, for gradients
-    return BlockMask(
-        (T, used), *_listed(some & ~whole), *_listed(whole), *by_slots, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=visible
+    return BlockMask.from_kv_blocks(
+        *_listed(some & ~whole), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(T, used)
     )
 
 
