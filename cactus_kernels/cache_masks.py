@@ -33,7 +33,8 @@ def block_mask(positions: torch.Tensor, used: int, window: int | None) -> BlockM
     spans = torch.stack(visible_spans(positions, window))
 
     def visible(b, h, entry, slot):
-        return (slot >= spans[0, b, entry]) & (slot <= spans[1, b, entry])
+        zero = torch.zeros_like(b)  # torch 2.7 takes no plain number beside tensors here
+        return (slot >= spans[zero, b, entry]) & (slot <= spans[zero + 1, b, entry])
 
     # A block more than needed, each way, since torch compiles sizes of 1 apart. Entries that are none do as the last one.
     entries = torch.arange((T + 2 * BLOCK - 1) // BLOCK * BLOCK, device=device).clamp(max=T - 1).view(-1, BLOCK)
