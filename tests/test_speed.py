@@ -36,4 +36,4 @@ def test_a_sampled_round_takes_less_outside_the_models_than_transformers_does():
     milliseconds = bench_generate.medians(rounds=3)
     ratio = milliseconds["cactus"] / milliseconds["transformers"]
     print(f"cactus / transformers = {ratio:.2f}")
-    assert ratio < 0.5  # a third where the machine is quiet; contention hits many small operations hardest
+    assert ratio < 0.4  # a quarter where the machine is quiet; contention hits many small operations hardest
