@@ -130,7 +130,8 @@ def verify_kernel(
         bad_request |= (whole >= 0.0) == 0
         spends = tl.where(ids >= 0, _spend(h_n, q_n, p_n), 0)
         left = (tl.minimum(tl.where(whole >= 0.0, whole, 0.0), MOST) * UNIT).to(tl.int64)
-        left = tl.maximum(left - (tl.cumsum(spends, 0) - spends), 0)
+        if BLOCK_M > 1:
+            left = tl.maximum(left - (tl.cumsum(spends, 0) - spends), 0)
         cap = _cap(left)
         h_n = tl.minimum(h_n, q_n * cap)
     accepted = (uniform(r0, r1) * p_n < h_n) & (ids >= 0) & (bad == 0)

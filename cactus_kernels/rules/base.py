@@ -82,4 +82,9 @@ def as_strength(value):
 
 
 def fp32(x: float) -> float:
-    return torch.tensor(x, dtype=torch.float64).float().item()
+    """The nearest number in fp32, in operations that torch.compile carries out while it traces."""
+    if not math.isfinite(x):
+        return x
+    step = 2.0 ** (max(math.frexp(x)[1], -125) - 24)
+    nearest = round(x / step) * step
+    return math.copysign(nearest if abs(nearest) < 2.0**128 else math.inf, x)
