@@ -193,6 +193,14 @@ def test_row_statistics(V):
         assert torch.equal(kth, q.sort(descending=True)[0][:, k - 1] if k <= V else torch.zeros(4))
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("name", RULES)
+def test_a_token_that_the_target_excludes_is_replaced_without_a_warning(name):
+    target, draft, ids = torch.tensor([[[0.0, 1.0]] * 2]), torch.tensor([[[1.0, 0.0]]]), torch.tensor([[0]])
+    out = verify(target, draft, ids, name, seed=0, offset=0, backend="torch")
+    assert out.token_ids.tolist() == [[1, -1]] and out.valid.all()
+
+
 def test_typical_recovers_the_likeliest_and_always_accepts_it():
     q = torch.tensor([0.1, 0.5, 0.15, 0.25]).expand(50, 2, 4)
     ids = torch.tensor([0, 1, 2, 3] * 12 + [0, 1])[:, None]
