@@ -470,6 +470,7 @@ REFUSED = [
     (lambda: Typical(1.5), ValueError, "epsilon"),
     (lambda: Typical(0.5, 2.0), ValueError, "alpha"),
     (lambda: TopK(0), ValueError, "at least 1"),
+    (lambda: RULES["top-k"](1e39), ValueError, "k must be at least 1 and fit in 32 bits, got 9{5}"),
     (lambda: TopK(2.0), TypeError, "k must be an int, got 2.0"),
     *(
         (lambda x=x: RULES["top-k"](x), TypeError, f"k must be an int, got {x}")
