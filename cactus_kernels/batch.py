@@ -137,16 +137,14 @@ class Scorer:
     def logits(self, tokens, positions, ahead, keep):
         """[B, keep, V] after a block of tokens; the first of them come after `ahead` drafts."""
         batch = self.batch
-        length = max(
-            n + min(d, ahead + keep - 1)
-            for n, d, r in zip(batch.length, batch.drafts, batch.remaining, strict=True)
-            if r
-        )
+        rows = [(n, d) for n, d, r in zip(batch.length, batch.drafts, batch.remaining, strict=True) if r]
+        length = max(n + min(d, ahead + keep - 1) for n, d in rows)
+        behind = max(n for n, _ in rows) + ahead + keep - 1 - length
         # A padded vocabulary may be the draft's or the target's. What the draft cannot read costs acceptance alone; what
         # it cannot say has probability 0; what the target does not know is never proposed.
         if self.own_vocab_size != self.vocab_size:
             tokens = tokens.clamp(max=self.own_vocab_size - 1)
-        logits = self.model(tokens, positions, length=length, logits_to_keep=keep)
+        logits = self.model(tokens, positions, length=length, behind=behind, logits_to_keep=keep)
         if self.own_vocab_size != self.vocab_size:
             pad = self.vocab_size - logits.shape[-1]
             # Not -inf: where processors leave nothing but tokens that the draft cannot say, it says any of those.

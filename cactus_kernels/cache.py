@@ -115,16 +115,24 @@ class RollbackModel:
 
     @torch.no_grad()
     def __call__(
-        self, input_ids: torch.Tensor, positions: torch.Tensor | None, *, length: int, logits_to_keep: int = 0, **inputs
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor | None,
+        *,
+        length: int,
+        behind: int = 0,
+        logits_to_keep: int = 0,
+        **inputs,
     ) -> torch.Tensor:
         """Logits of a block of T tokens a row, [B, T, V], or of its last `logits_to_keep` columns if that is not 0.
 
         input_ids: int64 [B, T]; what stands at padding entries is ignored.
-        positions: int64 [B, T], -1 at padding entries, which come first in a row; otherwise ascending by 1. A row may
+        positions: int64 [B, T], ascending by 1, but -1 at padding entries, which come first or last in a row. A row may
             be padding only. Logits at padding entries are finite and mean nothing. None: one row without padding, whose
             tokens are the last ones of `length`.
         length: the largest position + 1, known on the host so that no device is waited for (but once, if a block may be
             a prompt without padding).
+        behind: how much larger it would be, were the padding entries that come last in a row tokens.
         inputs: whatever else the model's forward takes.
         Raises ValueError if the shapes do not fit, or if `length` is not in 0 .. max_length.
         """
@@ -137,26 +145,27 @@ class RollbackModel:
             raise ValueError(f"length is {length}, not in 0 .. {self.max_length}: make max_length larger")
         T = input_ids.shape[1]
         if T <= (self.chunk or T):
-            return self._forward(input_ids, positions, length, logits_to_keep or T, inputs)
+            return self._forward(input_ids, positions, length, behind, logits_to_keep or T, inputs)
         keep, chunk, logits = logits_to_keep or T, self.chunk, []
         for start in range(0, T, chunk):
             end = min(start + chunk, T)
             wanted = end - max(start, T - keep)
             # Columns ascend by 1, so that those before `end` reach no further than this.
-            reach = max(length - (T - end), 0)
+            reach = max(length + behind - (T - end), 0)
+            within = min(reach, length)
             at = None if positions is None else positions[:, start:end]
-            piece = self._forward(input_ids[:, start:end], at, reach, max(wanted, 1), inputs)
+            piece = self._forward(input_ids[:, start:end], at, within, reach - within, max(wanted, 1), inputs)
             if wanted > 0:
                 logits.append(piece)
         return torch.cat(logits, 1)
 
-    def _forward(self, input_ids, positions, length, logits_to_keep, inputs):
+    def _forward(self, input_ids, positions, length, behind, logits_to_keep, inputs):
         if positions is None and self.flex:
             positions = torch.arange(length - input_ids.shape[1], length, device=input_ids.device)[None]
         if positions is None:
             mask, position_ids = self._place_last(input_ids.shape[1], length, input_ids.device)
         else:
-            mask, position_ids = self._place_rows(positions, length)
+            mask, position_ids = self._place_rows(positions, length, behind)
             input_ids = input_ids.masked_fill(positions < 0, 0)
         keywords = {self.cache_keyword: self.cache, **inputs}
         if self.keeps_logits:
@@ -171,7 +180,7 @@ class RollbackModel:
         ).logits
         return logits if self.keeps_logits else logits[:, -logits_to_keep:]
 
-    def _place_rows(self, positions, length):
+    def _place_rows(self, positions, length, behind):
         """Where the tokens of a call go and what they see: the mask and position_ids int64 [B, T]; the rest is in the slots."""
         slots, T = self.slots, positions.shape[1]
         self._place(positions, length)
@@ -181,7 +190,7 @@ class RollbackModel:
             self._see_own(T)
             return None, position_ids
         if self.aligned:
-            slots.seen = max(length, T)
+            slots.seen = max(length + behind, T)
             slots.past = slots.seen - T
             slots.view, mask, position_ids = right_aligned(positions, slots.seen)
             return mask, position_ids

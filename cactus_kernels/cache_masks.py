@@ -129,26 +129,28 @@ def is_flash(attention: str) -> bool:
 def right_aligned(positions: torch.Tensor, seen: int):
     """Rows pushed to the right, as batches with left padding are: for attention that takes nothing but their padding.
 
-    positions: int64 [B, T], -1 at padding entries. seen: the length of the longest row, at least T.
+    positions: int64 [B, T], -1 at padding entries. seen: the length of the longest row with the padding behind it, at least T.
     Returns:
         view: as `Slots.view`, giving [B, heads, seen, head_dim] with the call's own entries last.
         mask: bool [B, seen], False where a row has no token; None for one row, which has no padding.
-        position_ids: int64 [B, T]; padding entries count on downwards, since a row that starts anew would be taken for
-            two texts in one.
+        position_ids: int64 [B, T]; padding entries count on, since a row that starts anew would be taken for two texts
+            in one.
     """
     B, T = positions.shape
-    last = positions[:, -1:]
-    position_ids = (last - torch.arange(T - 1, -1, -1, device=positions.device)).clamp(min=0)
+    behind = torch.arange(T - 1, -1, -1, device=positions.device)
+    last = (positions + behind).masked_fill(positions < 0, -1).amax(1, keepdim=True)  # where the last column would be
+    position_ids = (last - behind).clamp(min=0)
     if B == 1:
         return (lambda states, new: states[:, :, 1 : seen + 1]), None, position_ids
     kept = last - torch.arange(seen - 1, -1, -1, device=positions.device)
-    slots = (kept + 1).clamp(min=0)[:, None, :, None]
+    is_token = (kept >= 0) & (kept <= positions.amax(1, keepdim=True))
+    slots = (kept + 1).masked_fill(~is_token, 0)[:, None, :, None]
 
     def view(states, new):
         index = slots.to(states.device)
         return states.gather(2, index.expand(-1, states.shape[1], -1, states.shape[3]))
 
-    return view, kept >= 0, position_ids
+    return view, is_token, position_ids
 
 
 def _windows(config) -> dict[str, int | None]:

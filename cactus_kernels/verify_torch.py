@@ -192,7 +192,8 @@ class _Positions:
                 p = torch.nn.functional.pad(p, (0, V - p.shape[1]))
         strengths = [_of(s, request) for s in self.strengths]
         stat = tuple(s[:, None] for s in self.stat[:, request, position]) if len(self.stat) else None
-        w = self.recovery(q.numpy(), q_n[:, None], p_n[:, None], False, stat, *strengths)
+        with np.errstate(all="ignore"):  # q_n may be 0
+            w = self.recovery(q.numpy(), q_n[:, None], p_n[:, None], False, stat, *strengths)
         if p is None:
             w = w.copy()
         else:

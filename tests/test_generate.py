@@ -5,6 +5,7 @@ import time
 from functools import cache
 
 import exact
+import flash
 import numpy as np
 import pytest
 
@@ -304,6 +305,20 @@ def noisy(model, noise):
 def random_prompts(lengths, V, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, V, (n,), generator=generator).tolist() for n in lengths]
+
+
+@pytest.mark.parametrize("attention, chunk", [("sdpa", 4), ("flash_attention_2", None), ("flash_attention_2", 4)])
+def test_rows_that_draft_less_than_others(attention, chunk, monkeypatch):
+    """Behind their drafts there is padding: the longest prompt's too, and at the end every row's."""
+    target, draft = build("llama"), build("llama", num_hidden_layers=2)
+    prompts = random_prompts((3, 17, 9, 1), 61)
+    expected = plain(target, prompts, max_new_tokens=20)
+    if "flash" in attention:
+        flash.install(monkeypatch)
+    target.config._attn_implementation = draft.config._attn_implementation = attention
+    for count in (5, [0, 5, 2, 7]):
+        out = run(target, draft, prompts, max_new_tokens=20, num_assistant_tokens=count, prefill_chunk_size=chunk)
+        assert outputs(out, prompts) == expected
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])

@@ -44,6 +44,17 @@ def test_kept_sets_and_probabilities_are_those_of_transformers(backend):
     assert len(kinds) > (15 if backend == "torch" else 8)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_small_probabilities_come_to_beside_a_large_one(backend, temperature):
+    """Of a large vocabulary: added to the large one by one, each would be lost in rounding."""
+    x = torch.full((2, 151_936), -17.4 * temperature, device=DEVICE)
+    x[0, 3] = x[1, 70_000] = 0
+    norm = row_stats(x, sampling=Sampling(temperature), backend=backend).norm
+    expected = (x.double() / temperature).softmax(-1).amax(1)
+    assert (norm / expected - 1).abs().max() < 1e-6 and expected.max() < 0.996
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("row", "says"),

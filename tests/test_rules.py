@@ -193,6 +193,14 @@ def test_row_statistics(V):
         assert torch.equal(kth, q.sort(descending=True)[0][:, k - 1] if k <= V else torch.zeros(4))
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("name", RULES)
+def test_a_token_that_the_target_excludes_is_replaced_without_a_warning(name):
+    target, draft, ids = torch.tensor([[[0.0, 1.0]] * 2]), torch.tensor([[[1.0, 0.0]]]), torch.tensor([[0]])
+    out = verify(target, draft, ids, name, seed=0, offset=0, backend="torch")
+    assert out.token_ids.tolist() == [[1, -1]] and out.valid.all()
+
+
 def test_typical_recovers_the_likeliest_and_always_accepts_it():
     q = torch.tensor([0.1, 0.5, 0.15, 0.25]).expand(50, 2, 4)
     ids = torch.tensor([0, 1, 2, 3] * 12 + [0, 1])[:, None]
@@ -462,6 +470,7 @@ REFUSED = [
     (lambda: Typical(1.5), ValueError, "epsilon"),
     (lambda: Typical(0.5, 2.0), ValueError, "alpha"),
     (lambda: TopK(0), ValueError, "at least 1"),
+    (lambda: RULES["top-k"](1e39), ValueError, "k must be at least 1 and fit in 32 bits, got 9{5}"),
     (lambda: TopK(2.0), TypeError, "k must be an int, got 2.0"),
     *(
         (lambda x=x: RULES["top-k"](x), TypeError, f"k must be an int, got {x}")

@@ -81,7 +81,7 @@ class TopK(Rule):
         k: an int, at least 1. From the vocabulary's size on, every token that the target allows is accepted.
 
     Raises:
-        TypeError: not an int. ValueError: below 1.
+        TypeError: not an int. ValueError: below 1, or 2^31 and more.
     """
 
     k: int = 10
@@ -97,8 +97,8 @@ class TopK(Rule):
     def __post_init__(self):
         if isinstance(self.k, bool) or not isinstance(self.k, int):
             raise TypeError(f"k must be an int, got {self.k!r}")
-        if self.k < 1:
-            raise ValueError(f"k must be at least 1, got {self.k}")
+        if not 1 <= self.k < 2**31:
+            raise ValueError(f"k must be at least 1 and fit in 32 bits, got {self.k}")
 
     @property
     def strengths(self) -> tuple:
