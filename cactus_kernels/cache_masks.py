@@ -87,7 +87,7 @@ class Masks:
         self.form = MASKS.get(config._attn_implementation)
         self.dtype = dtype
         self.windows = _windows(config)
-        self.widest = {}  # of the last tokens of one row, by their number: start and masks
+        self.widest = {}  # of the last tokens of one row, one or more: how many, their start, masks
 
     def __call__(self, positions: torch.Tensor, used: int):
         """One mask [B, 1, T, used] if all layers see alike, else a dict of masks by layer type; each a tensor or a `BlockMask`.
@@ -106,14 +106,14 @@ class Masks:
         They are cut out of wider masks, for rows up to `capacity`, which serve until a row is longer: what a token sees
         depends on distances alone.
         """
-        widest, masks = self.widest.get(count, (-1, None))
-        if widest < start:
+        known, widest, masks = self.widest.get(count == 1, (None, None, None))
+        if known != count or widest < start:
             widest = start if count > MOST_KEPT else capacity
             masks = {
                 n: self.form(visible_to_last(count, widest, w, device), self.dtype) for n, w in self.windows.items()
             }
             if count <= MOST_KEPT:
-                self.widest[count] = widest, masks
+                self.widest[count == 1] = count, widest, masks
         return self._by_layer_type({name: mask[..., widest - start :] for name, mask in masks.items()})
 
     def _by_layer_type(self, masks):

@@ -119,11 +119,16 @@ class SoftmaxRows(ProbRows):
         """counts: bool array [B, m + 1], the rows there are; the others have NaN. settings: a `Settings` [B]."""
         super().__init__(rows, index)
         self.counts, self.settings = counts, settings
-        self.made = {}  # whole rows by request and position, of the last look at a request: one of them is drawn from
+        # Whole rows and their sums by request and position, of the last look at a request: one of them is drawn from.
+        self.made = {}
 
     def whole(self, request, position):
         if len(request) == 1 and (request[0], position[0]) in self.made:
-            return self.made[request[0], position[0]]
+            return normalised(*self.made.pop((request[0], position[0])))
+        probs = self._softmax(request, position)
+        return normalised(probs, probs.sum(1).numpy())
+
+    def _softmax(self, request, position):
         return softmax(super().whole(request, position), self.settings, request)
 
     def at(self, request, position, token):
@@ -136,10 +141,11 @@ class SoftmaxRows(ProbRows):
         size = max(1, GROUP // self.vocab_size)
         for start in range(0, len(token), size):
             r = slice(start, start + size)
-            probs = self.whole(request[r], position[r])
+            probs = self._softmax(request[r], position[r])
+            total = probs.sum(1).numpy()
             if len(probs) == 1 and (len(self.made) + 1) * self.vocab_size <= MOST_MADE:
-                self.made[request[start], position[start]] = probs
-            found[r] = probs.numpy()[np.arange(len(probs)), token[r].clip(0, self.vocab_size - 1)]
+                self.made[request[start], position[start]] = probs, total
+            found[r] = probs.numpy()[np.arange(len(probs)), token[r].clip(0, self.vocab_size - 1)] / total
         outside = (token < 0) | (token >= self.vocab_size)
         found[outside] *= 0  # NaN in bad rows
         found[self.settings.is_bad[request]] = np.nan
@@ -175,15 +181,20 @@ def exp_weights(logits, largest, inverse_temperature):
 def softmax(logits, settings, request=slice(None), out=None):
     """The softmax of (logits - the largest) / T, fp32 [R, V]: torch's own, which is faster than its steps.
 
+    On a CPU it adds up a row in few places, where small terms are lost beside a large one: what comes out may sum to 1 within
+    3e-4 alone. Then `normalised`, or division by a sum, which loses none.
+
     settings: `Settings`. request: int64 array [R], whose rows they are. out: where to write, of any stride; None: a new tensor.
     """
     if settings.some_scale:
         logits = (logits - logits.amax(1, keepdim=True)).mul_(_column(settings.inverse[request]))
-    probs = torch.softmax(logits, -1, out=out)
-    # It adds up a row in few places, where small terms are lost beside a large one: up to 3e-4 of the sum. `sum` loses none.
-    total = probs.sum(1, keepdim=True)
-    off = (total - 1).abs_() > ROUNDING
-    return probs.div_(total.where(off, 1)) if off.any() else probs
+    return torch.softmax(logits, -1, out=out)
+
+
+def normalised(probs, total):
+    """Rows divided by their sums, in place, where these are not 1 within rounding. probs: fp32 [R, V]. total: array [R]."""
+    off = np.abs(total - 1) > ROUNDING
+    return probs.div_(_column(np.where(off, total, 1).astype(np.float32))) if off.any() else probs
 
 
 def keep(weights, logits, stats):
@@ -252,9 +263,10 @@ def reduced(rows, request, position, settings, entropy=False, visit=None):
         stats[r, MAX] = largest
         if plain:
             weights = softmax(x, settings, request[r])
-            kept[r] = 1 / weights.numpy()[np.arange(len(x)), argmax[r]]
+            sums = race_torch.float_chunk_sums(weights) if visit else weights.sum(1, keepdim=True).numpy()
+            kept[r] = sums.sum(1) / weights.numpy()[np.arange(len(x)), argmax[r]]
             if visit:
-                visit(r, weights, race_torch.float_chunk_sums(weights))
+                visit(r, weights, sums)
             continue
         weights = exp_weights(x, largest, inverse[r])
         sums = race_torch.float_chunk_sums(weights)
@@ -380,7 +392,9 @@ def draw_from_probs(logits, settings, noise, probs):
         probs.mul_(_column(stats[:, NORM]))
         return tokens
     softmax(logits.float().cpu(), settings, out=probs)
-    tokens = race_torch.race(race_torch.float_chunk_sums(probs), probs, noise)
+    sums = race_torch.float_chunk_sums(probs)
+    tokens = race_torch.race(sums, probs, noise)
+    normalised(probs, sums.sum(1))
     tokens[np.isnan(probs.numpy()[:, 0]) | settings.is_bad] = -1
     return tokens
 

@@ -1,7 +1,6 @@
 """How logits become a distribution: `Sampling` says it, `RowStats` is what it comes to for each row."""
 
 import functools
-import math
 from dataclasses import dataclass
 
 import torch
@@ -49,8 +48,8 @@ class Sampling:
             elif isinstance(value, bool) or not isinstance(value, int if name == "top_k" else (int, float)):
                 kind = "an int" if name == "top_k" else "a number"
                 raise TypeError(f"{name} must be {kind} or a tensor [B], got {value!r}")
-            elif name == "temperature" and not (value >= 0 and math.isfinite(value)):
-                raise ValueError(f"temperature must be finite and at least 0 (0 is greedy), got {value}")
+            elif name == "temperature" and not 0 <= value < 2.0**128:
+                raise ValueError(f"temperature must be finite in fp32 and at least 0 (0 is greedy), got {value}")
             elif name == "top_k" and not 0 <= value < 2**31:
                 raise ValueError(f"top_k must be at least 0 (0 keeps all tokens) and fit in 32 bits, got {value}")
             elif name in ("top_p", "min_p") and not 0 <= value <= 1:
