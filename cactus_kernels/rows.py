@@ -156,11 +156,9 @@ class DraftSampler:
     def drawn_from(self):
         """The rows of the round, as arguments of `verify_from_logits`."""
         rows = self.rows[:, : self.m]
-        return (
-            {"draft_probs": rows}
-            if self.in_torch
-            else {"draft_logits": rows, "draft_stats": RowStats.stack(self.stats)}
-        )
+        if self.in_torch:
+            return {"draft_probs": rows}
+        return {"draft_logits": rows, "draft_stats": RowStats.stack(self.stats)}
 
 
 def _run(inputs, out, scratch, backend) -> SampleOutput:

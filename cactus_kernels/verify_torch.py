@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from . import clip, numpy_language, philox, race_torch, row_statistics, rules
-from .rows_torch import GROUP, LogitRows, ProbRows, Settings, rows_of_logits
+from .lazy_rows import rows_of_logits
+from .rows_torch import GROUP, LogitRows, ProbRows, Settings
 
 # What a token is drawn from: the target row; the residual (h - p)+; or h without the drafted token, where rounding or
 # bad input left no residual.
