@@ -159,7 +159,7 @@ def generate(
         with _one_line(2, *ARGUMENT_ERRORS):
             optional = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
             settings = runs.Settings(
-                rule=runs.make_rule(rule or "cactus", strength, delta),
+                rule=runs.make_rule("cactus" if rule is None else rule, strength, delta),
                 seed=randbits(32) if seed is None else seed,
                 num_assistant_tokens=num_assistant_tokens,
                 prompt_lookup_num_tokens=prompt_lookup_num_tokens,

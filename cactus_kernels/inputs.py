@@ -78,7 +78,7 @@ def check_rows(name, rows, dim):
     check_tensor(name, rows, dim, ROW_DTYPES)
     if rows.shape[-1] == 0:
         raise ValueError(f"{name} has an empty vocabulary: shape {tuple(rows.shape)}")
-    if rows.shape[-1] > 1 and rows.stride(-1) != 1:
+    if rows.numel() and rows.shape[-1] > 1 and rows.stride(-1) != 1:
         raise ValueError(f"{name} must be contiguous in its last dimension, got strides {rows.stride()}")
 
 

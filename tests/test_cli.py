@@ -312,6 +312,7 @@ def fake_run():
         (["--delta", "inf"], "delta must be finite"),
         (["--delta", "lots"], "Invalid value for '--delta'"),
         (["--rule", "best"], "unknown rule 'best'"),
+        (["--rule", ""], "unknown rule ''"),
         (["--rule", "sps", "--delta", "1"], "rule sps has no strength: leave out --delta"),
         (["--rule", "coupled", "--strength", "1"], "rule coupled has no strength: leave out --strength"),
         (["--rule", "capped", "--delta", "1"], "rule capped has no delta, its strength is cap: use --strength"),

@@ -348,6 +348,15 @@ def test_a_bad_strength_stops_its_request_alone(backend, delta):
     assert torch.equal(out.token_ids[[0, 2]], clean.token_ids[[0, 2]])
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_request_drafts_a_token(backend):
+    """The draft's rows come from numpy, whose empty arrays have strides of 0."""
+    target, empty = random_rows(2, 30, seed=1), torch.from_numpy(np.zeros((0, 30), dtype=np.float32))
+    ids = torch.empty(0, dtype=torch.int64)
+    out = run(target, empty, ids, backend=backend, cu_draft_tokens=[0, 0, 0], max_draft_tokens=0)
+    assert out.valid.all() and (out.token_ids >= 0).all() and out.token_ids.shape == (2, 1)
+
+
 @pytest.mark.parametrize(
     ("cu", "valid"),
     [
