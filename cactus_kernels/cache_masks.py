@@ -54,16 +54,6 @@ def _listed(blocks):
     return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
 
-def visible_to_last(count: int, start: int, window: int | None, device) -> torch.Tensor:
-    """Which positions the last `count` tokens of one row see, bool [1, 1, count, start + count]: the first is at `start`."""
-    query = torch.arange(start, start + count, device=device)[:, None]
-    key = torch.arange(start + count, device=device)
-    visible = key <= query
-    if window is not None:
-        visible &= key > query - window
-    return visible[None, None]
-
-
 def _boolean(visible, dtype):
     return visible
 
@@ -109,8 +99,10 @@ class Masks:
         known, widest, masks = self.widest.get(count == 1, (None, None, None))
         if known != count or widest < start:
             widest = start if count > MOST_KEPT else capacity
+            positions = torch.arange(widest, widest + count, device=device)[None]
+            used = widest + count + 1  # slot 0, which no token sees, is left out
             masks = {
-                n: self.form(visible_to_last(count, widest, w, device), self.dtype) for n, w in self.windows.items()
+                n: self.form(visible_slots(positions, used, w)[..., 1:], self.dtype) for n, w in self.windows.items()
             }
             if count <= MOST_KEPT:
                 self.widest[count == 1] = count, widest, masks

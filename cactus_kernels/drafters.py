@@ -36,6 +36,8 @@ class ModelDrafter:
     def draft(self):
         batch, sampler = self.batch, self.sampler
         m = max(batch.drafts)
+        if not m:
+            return torch.empty((batch.size, 0), dtype=torch.int64, device=batch.device), {}
         if sampler:
             sampler.start(self.offset, m)
         # The last two tokens, since the draft has not seen the last one that was accepted when all were. It writes
@@ -53,8 +55,6 @@ class ModelDrafter:
             tokens = token.clamp(min=0)[:, None]
             positions = draft_positions if draft_positions is None else draft_positions[:, j : j + 1]
             batch.text.scatter_(1, columns[:, j : j + 1], tokens)
-        if not drafted:
-            return steps.expand(batch.size, 0), {}
         ids = torch.stack(drafted, 1).masked_fill(steps >= batch.num_drafts[:, None], -1)
         return ids, sampler.drawn_from() if sampler else {}
 

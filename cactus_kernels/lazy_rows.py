@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from .rows_torch import GROUP, LogitRows, ProbRows, normalised, reduced, softmax
+from .rows_torch import GROUP, LogitRows, ProbRows, RowsOfLogits, normalised, reduced, softmax
 from .sampling import COLUMNS
 
 MOST_MADE = 1 << 20  # row elements kept for a second use
@@ -27,7 +27,7 @@ class ReducedRows(LogitRows):
         return super().stats_of(request, position)
 
 
-class SoftmaxRows(ProbRows):
+class SoftmaxRows(RowsOfLogits):
     """Rows of logits without truncation or greed, as the probabilities that torch's softmax makes of them when asked."""
 
     def __init__(self, rows, index, counts, settings):
@@ -66,12 +66,6 @@ class SoftmaxRows(ProbRows):
         found[self.settings.is_bad[request]] = np.nan
         values[there] = found
         return values
-
-    def bad_at(self, request, position, probs):
-        return np.isnan(probs)  # as every probability of a bad row is
-
-    def bad_whole(self, probs):
-        return np.zeros(len(probs), dtype=bool)  # seen at the gathered entries, which are those of the same row
 
 
 def rows_of_logits(rows, index, counts, settings):

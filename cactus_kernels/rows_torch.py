@@ -55,7 +55,17 @@ class ProbRows:
         return tuple(torch.from_numpy(np.ascontiguousarray(i)).to(self.rows.device) for i in index)
 
 
-class LogitRows(ProbRows):
+class RowsOfLogits(ProbRows):
+    """Rows of logits, made into rows of probabilities when they are asked for."""
+
+    def bad_at(self, request, position, probs):
+        return np.isnan(probs)  # as every probability of a bad row is
+
+    def bad_whole(self, probs):
+        return np.zeros(len(probs), dtype=bool)  # seen at the gathered entries, which are those of the same row
+
+
+class LogitRows(RowsOfLogits):
     """Rows of logits with statistics, which makes them rows of probabilities."""
 
     def __init__(self, rows, index, stats, stats_index):
@@ -84,12 +94,6 @@ class LogitRows(ProbRows):
         greedy = stats[..., INVERSE_TEMPERATURE] == 0
         weights = np.where(greedy, token == stats.view(np.int32)[..., ARGMAX], weights).astype(np.float32)
         return weights * stats[..., NORM]
-
-    def bad_at(self, request, position, probs):
-        return np.isnan(probs)  # as every probability of a bad row is
-
-    def bad_whole(self, probs):
-        return np.zeros(len(probs), dtype=bool)  # seen at the gathered entries, which are those of the same row
 
 
 def bad_prob(x):
