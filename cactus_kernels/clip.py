@@ -7,8 +7,14 @@ to where what recovery adds is what was rejected: b sum_S q - sum_S p = sum_T p 
     c = price b    the same b
     kl given       KL(q || law) = kl for c, Newton's steps within a bracket, with the b of each c
 
-Sums are int64, so they have no order, and every backend gets the same bits. The side with b rises with it, by more than the
-float64 arithmetic of a comparison loses: so it does not matter either in which order numbers are tried for b.
+Sums are int64, so they have no order, and every backend gets the same bits. The unit is 2^-52; that of q over T is 2^-52
+divided by the power of two below c, since it counts c times: tokens of T have q < p / c, so that scaled they are at most 1, and
+c q is as exact as p, down to q = 2^-126. Each is rounded up: what is lost in rounding is rejected, never accepted. Below 2^-126
+the bodies of these rules reject.
+
+With c given, the side with b rises with it, by more than the float64 arithmetic of a comparison loses: so it does not matter in
+which order numbers are tried for b. With the price given both backends try the same numbers in the same order, since the unit of
+q over T changes with b.
 """
 
 import numpy as np
@@ -83,26 +89,42 @@ class Pair:
 
     def __init__(self, p, q, informative):
         """p, q: fp32 [V]. informative: whether sums of q (p/q - 1 - ln(p/q)) are asked for."""
-        self.ratio = p / q
-        self.bins = _bins(self.ratio)
+        self.ratio, self.of_q = p / q, q
+        bins = _bins(self.ratio)
+        self.bins = bins.astype(np.intp)
         self.weights = [_fixed(p), _fixed(q)]
-        exact = max(w.sum() for w in self.weights) < EXACT
         if informative:
             self.weights.append(_information(self.ratio, q))
-        bins = self.bins.astype(np.intp)
         self.heads = np.zeros((len(self.weights), BINS + 1), dtype=np.int64)
         for head, w in zip(self.heads, self.weights, strict=True):
-            _bin_sums(bins, w, exact).cumsum(out=head[1:])
+            _bin_sums(self.bins, w).cumsum(out=head[1:])
         self.p, self.q = self.heads[:2, -1].tolist()
         # What recovery adds where b is at an edge.
         self.added = EDGES * self.heads[1, :-1].astype(np.float64) - self.heads[0, :-1]
-        self.looked_into = {}
+        self.looked_into, self.tails = {}, {}
 
     def below(self, x, side="left"):
         """The sums of the weights of tokens whose ratio is below x; with side "right", up to x: ints."""
         k = int(_bins(x))
         if x == EDGES[k] and side == "left":
             return self.heads[:, k].tolist()
+        _, ratio, sums = self._look_into(k)
+        return sums[:, ratio.searchsorted(x, side)].tolist()
+
+    def above(self, c):
+        """The sums of p, in units of 2^-52, and of q, of 2^-52 / `power_below(c)`, over tokens whose ratio is above c: ints."""
+        k, power = int(_bins(c)), power_below(c)
+        if power not in self.tails:
+            tokens = np.flatnonzero(self.bins > int(_bins(power))) if power > 1 else slice(None)
+            sums = _bin_sums(self.bins[tokens], _fixed_up(self.of_q[tokens], power))
+            self.tails[power] = np.append(sums[::-1].cumsum()[::-1], 0)
+        tokens, ratio, sums = self._look_into(k)
+        place = ratio.searchsorted(c, "right")
+        q = self.tails[power][k + 1] + _fixed_up(self.of_q[tokens[place:]], power).astype(np.int64).sum()
+        return self.p - int(sums[0, place]), int(q)
+
+    def _look_into(self, k):
+        """The tokens of a bin by their ratio, their ratios, and the sums of the weights up to each, [W, tokens + 1]."""
         if k not in self.looked_into:
             tokens = np.flatnonzero(self.bins == k)
             tokens = tokens[self.ratio[tokens].argsort()]
@@ -110,14 +132,8 @@ class Pair:
             sums[:, 0] = self.heads[:, k]
             for of, w in zip(sums, self.weights, strict=True):
                 of[1:] = w[tokens]
-            self.looked_into[k] = self.ratio[tokens], sums.cumsum(1)
-        ratio, sums = self.looked_into[k]
-        return sums[:, ratio.searchsorted(x, side)].tolist()
-
-    def above(self, x):
-        """The sums of p and q over tokens whose ratio is above x."""
-        p, q, *_ = self.below(x, "right")
-        return self.p - p, self.q - q
+            self.looked_into[k] = tokens, self.ratio[tokens], sums.cumsum(1)
+        return self.looked_into[k]
 
 
 def _bins(ratio):
@@ -126,10 +142,20 @@ def _bins(ratio):
     return np.clip(bits, FIRST, FIRST + BINS - 1).astype(np.int16) - FIRST
 
 
+def power_below(c):
+    """The largest power of two up to c, but at least 1: fp32."""
+    return (np.maximum(c, np.float32(1)).view(np.int32) & 0x7F800000).view(np.float32)
+
+
 def _fixed(x):
     """In units of 2^-52: integers, as float64."""
     x = x * np.float32(ONE)
     return np.trunc(x, out=x).astype(np.float64)
+
+
+def _fixed_up(x, power):
+    """In units of 2^-52 / power, and 1 more where that is not 0: integers, as float64."""
+    return _fixed(x * power) + (x > 0)
 
 
 def _information(ratio, q):
@@ -144,9 +170,9 @@ def _information(ratio, q):
     return out
 
 
-def _bin_sums(bins, weights, exact):
-    """The sum of each bin, int64. exact: none comes near 2^53."""
-    if exact:
+def _bin_sums(bins, weights):
+    """The sum of each bin, int64. weights: integers, as float64."""
+    if weights.sum() < EXACT:
         return np.bincount(bins, weights, BINS).astype(np.int64)
     high = np.floor(weights * 2.0**-26)
     low = weights - high * 2.0**26
@@ -157,7 +183,7 @@ def _bin_sums(bins, weights, exact):
 def at_cap(pair, cap):
     """b, 0 where nothing is rejected."""
     p_t, q_t = pair.above(cap)
-    rejected = float(p_t) - float(cap) * float(q_t)
+    rejected = float(p_t) - float(cap) * (float(q_t) / float(power_below(cap)))
     if rejected <= 0:
         return np.float32(0)
 
@@ -170,17 +196,16 @@ def at_cap(pair, cap):
 
 def at_price(pair, price):
     def sides(b):
+        c = b * price
         p_s, q_s = pair.below(b)
-        p_t, q_t = pair.above(b * price)
-        return float(p_s + p_t), float(q_s) + float(price) * float(q_t)
+        p_t, q_t = pair.above(c)
+        return float(p_s + p_t), float(q_s) + float(price) * (float(q_t) / float(power_below(c)))
 
-    # At the edges, with the bin in which c is counted to T.
-    p_t, q_t = (pair.heads[:, -1:] - pair.heads[:, _bins(EDGES * price)]).astype(np.float64)
-    return _largest(sides, (pair.added + EDGES * np.float64(price) * q_t <= p_t).sum())
+    return _largest(sides)
 
 
-def _largest(sides, k):
-    """The largest fp32 number b up to 1 with b y <= x, where x, y = sides(b), by Newton's steps from edge k."""
+def _largest(sides, k=BINS):
+    """The largest fp32 number b up to 1 with b y <= x, where x, y = sides(b), by Newton's steps from edge k or from 1."""
     low, high, b = 0, ONE_BITS + 1, EDGES[k] if k < BINS and EDGES[k] < 1 else np.float32(1)
     for _ in range(STEPS):
         x, y = sides(b)
@@ -206,18 +231,19 @@ def _largest(sides, k):
 
 def at_kl(pair, kl):
     def solve(c):
-        """b; how far KL(q || law) is above the budget; its slope in c; the sum of q over T."""
+        """b; how far KL(q || law) is above the budget; its slope in c; the sum of q over T, 0 if all are 0."""
         b = at_cap(pair, c)
         p_s, q_s, below = pair.below(b)
-        p_c, q_c, up_to = pair.below(c, "right")
-        p_t, q_t = pair.p - p_c, pair.q - q_c
+        _, _, up_to = pair.below(c, "right")
+        p_t, units = pair.above(c)
         b_, c_, over_b = float(b), float(c), 1 / max(float(b), TINY)
-        between = float(up_to - below) * (1 / NAT) + float((q_c - q_s) - (p_c - p_s)) * (1 / ONE)
-        outside = float(q_s) * float(_log(b)) + float(q_t) * float(_log(c))
+        q_t = float(units) / float(power_below(c))
+        between = float(up_to - below) * (1 / NAT) + (float(pair.q - pair.p - q_s + p_s + p_t) - q_t) * (1 / ONE)
+        outside = float(q_s) * float(_log(b)) + q_t * float(_log(c))
         # b is rounded: what it leaves of the difference between the two sums is taken account of.
-        left = (b_ * float(q_s) + c_ * float(q_t) - float(p_s + p_t)) * over_b if b < 1 else 0.0
+        left = (b_ * float(q_s) + c_ * q_t - float(p_s + p_t)) * over_b if b < 1 else 0.0
         excess = between + (left - outside) * (1 / ONE) - float(kl)
-        return b, excess, float(q_t) * (1 / ONE) * (over_b - 1 / c_), q_t
+        return b, excess, q_t * (1 / ONE) * (over_b - 1 / c_), units
 
     low, high, c = np.float32(1), LARGEST, _first(pair, kl)
     for _ in range(STEPS):

@@ -37,9 +37,26 @@ def _pair(q_row, p_row, n, start, V, V_draft, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _power_below(c):
+    """As `clip.power_below`."""
+    return (tl.maximum(c, 1.0).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _fixed_up(q, ratio, c, power):
+    """q of tokens of T, else 0, as `clip._fixed_up`: int64."""
+    q = tl.where(ratio > c, q, 0.0)
+    return (q * power * ONE).to(tl.int64) + (q > 0.0).to(tl.int64)
+
+
+@triton.jit
 def _sums(rows, b, c, BLOCK: tl.constexpr):
-    """The sums of p and q over S, where p/q < b, and over T, where p/q > c. rows: (q_row, p_row, n, end, V, V_draft)."""
+    """The sums of p and q over S, where p/q < b, and over T, where p/q > c. rows: (q_row, p_row, n, end, V, V_draft).
+
+    Units are 2^-52, that of q over T 2^-52 / `_power_below(c)`.
+    """
     q_row, p_row, n, end, V, V_draft = rows
+    power = _power_below(c)
     p_s = tl.zeros((BLOCK,), tl.int64)
     q_s, p_t, q_t = p_s, p_s, p_s
     for start in range(0, end, BLOCK):
@@ -49,14 +66,16 @@ def _sums(rows, b, c, BLOCK: tl.constexpr):
         p_s += tl.where(ratio < b, fixed_p, 0)
         q_s += tl.where(ratio < b, fixed_q, 0)
         p_t += tl.where(ratio > c, fixed_p, 0)
-        q_t += tl.where(ratio > c, fixed_q, 0)
+        q_t += _fixed_up(q, ratio, c, power)
     return tl.sum(p_s, 0), tl.sum(q_s, 0), tl.sum(p_t, 0), tl.sum(q_t, 0)
 
 
 @triton.jit
 def _information(rows, b, c, BLOCK: tl.constexpr):
-    """The sum of q (p/q - 1 - ln(p/q)) over what is between S and T; those of p over S and T, of q over S, of q over T."""
+    """The sum of q (p/q - 1 - ln(p/q)) over what is between S and T; those of p over S and T, of q over S, of q over T in
+    the units of `_sums`."""
     q_row, p_row, n, end, V, V_draft = rows
+    power = _power_below(c)
     information = tl.zeros((BLOCK,), tl.int64)
     p, q_s, q_t = information, information, information
     for start in range(0, end, BLOCK):
@@ -65,7 +84,7 @@ def _information(rows, b, c, BLOCK: tl.constexpr):
         fixed_q = (q_x * ONE).to(tl.int64)
         p += tl.where((ratio < b) | (ratio > c), (p_x * ONE).to(tl.int64), 0)
         q_s += tl.where(ratio < b, fixed_q, 0)
-        q_t += tl.where(ratio > c, fixed_q, 0)
+        q_t += _fixed_up(q_x, ratio, c, power)
         between = (ratio >= b) & (ratio <= c)
         information += tl.where(between, (_without_log(ratio) * q_x * NAT + 0.5).to(tl.int64), 0)
     return tl.sum(information, 0), tl.sum(p, 0), tl.sum(q_s, 0), tl.sum(q_t, 0)
@@ -79,13 +98,15 @@ def _b(rows, strength, b, FORM: tl.constexpr, BLOCK: tl.constexpr):
     steps = tl.where(rows[3] > 0, STEPS, 0)
     while steps > 0:
         if FORM == "price":
-            p_s, q_s, p_t, q_t = _sums(rows, b, b * strength, BLOCK)
+            c = b * strength
+            p_s, q_s, p_t, q_t = _sums(rows, b, c, BLOCK)
             x = (p_s + p_t).to(tl.float64)
-            y = q_s.to(tl.float64) + strength.to(tl.float64) * q_t.to(tl.float64)
+            y = q_s.to(tl.float64) + strength.to(tl.float64) * (q_t.to(tl.float64) / _power_below(c).to(tl.float64))
             found = x < 0.0
         else:
             p_s, q_s, p_t, q_t = _sums(rows, b, strength, BLOCK)
-            rejected = p_t.to(tl.float64) - strength.to(tl.float64) * q_t.to(tl.float64)
+            of_t = q_t.to(tl.float64) / _power_below(strength).to(tl.float64)
+            rejected = p_t.to(tl.float64) - strength.to(tl.float64) * of_t
             x, y = p_s.to(tl.float64) + rejected, q_s.to(tl.float64)
             found = rejected <= 0.0
         bits, before = b.to(tl.int32, bitcast=True), low
@@ -113,8 +134,9 @@ def _at_kl(rows, kl, c, difference, BLOCK: tl.constexpr):
         b = _b(rows, c, b, "cap", BLOCK)
         information, p, q_s, q_t = _information(rows, b, c, BLOCK)
         b_, c_ = b.to(tl.float64), c.to(tl.float64)
-        of_s, of_t, over_b = q_s.to(tl.float64), q_t.to(tl.float64), 1.0 / tl.maximum(b_, TINY)
-        between = information.to(tl.float64) * (1 / NAT) + (difference - q_s - q_t + p).to(tl.float64) * (1 / ONE)
+        of_s, over_b = q_s.to(tl.float64), 1.0 / tl.maximum(b_, TINY)
+        of_t = q_t.to(tl.float64) / _power_below(c).to(tl.float64)
+        between = information.to(tl.float64) * (1 / NAT) + ((difference - q_s + p).to(tl.float64) - of_t) * (1 / ONE)
         outside = of_s * _log(b) + of_t * _log(c)
         left = tl.where(b < 1.0, (b_ * of_s + c_ * of_t - p.to(tl.float64)) * over_b, 0.0)
         excess = between + (left - outside) * (1 / ONE) - kl.to(tl.float64)

@@ -160,6 +160,9 @@ class Positions:
         if name in ("entropy", "relative entropy"):
             entropy = -torch.where(q > 0, q * q.log(), 0.0).sum(-1, keepdim=True)
             return entropy if name == "entropy" else entropy / math.log(V) if V > 1 else 0 * entropy
+        if name == "certainty":
+            terms = torch.where(q > 0, q * (q * V).log(), 0.0) - q
+            return (terms.sum(-1, keepdim=True) + 1) / math.log(V) if V > 1 else 0 * q[..., :1]
         if name[0] == "k-th largest":
             return q.topk(name[1], -1)[0][..., -1:] if name[1] <= q.shape[-1] else torch.zeros_like(q[..., :1])
         raise ValueError(f"the law does not know the statistic {name!r}")

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from .rows_torch import GROUP, LogitRows, ProbRows, RowsOfLogits, normalised, reduced, softmax
+from .rows_torch import GROUP, LogitRows, ProbRows, RowsOfLogits, divisor, normalised, reduced, row_sums, softmax
 from .sampling import COLUMNS
 
 MOST_MADE = 1 << 20  # row elements kept for a second use
@@ -28,7 +28,11 @@ class ReducedRows(LogitRows):
 
 
 class SoftmaxRows(RowsOfLogits):
-    """Rows of logits without truncation or greed, as the probabilities that torch's softmax makes of them when asked."""
+    """Rows of logits without truncation or greed, as the probabilities that torch's softmax makes of them when asked.
+
+    An entry has the same bits whether it is asked for by itself or with its row, and whatever rows are asked for beside it:
+    rules compare one with the other.
+    """
 
     def __init__(self, rows, index, counts, settings):
         """counts: bool array [B, m + 1], the rows there are; the others have NaN. settings: a `Settings` [B]."""
@@ -41,7 +45,7 @@ class SoftmaxRows(RowsOfLogits):
         if len(request) == 1 and (request[0], position[0]) in self.made:
             return normalised(*self.made.pop((request[0], position[0])))
         probs = self._softmax(request, position)
-        return normalised(probs, probs.sum(1).numpy())
+        return normalised(probs, row_sums(probs))
 
     def _softmax(self, request, position):
         return softmax(super().whole(request, position), self.settings, request)
@@ -57,10 +61,10 @@ class SoftmaxRows(RowsOfLogits):
         for start in range(0, len(token), size):
             r = slice(start, start + size)
             probs = self._softmax(request[r], position[r])
-            total = probs.sum(1).numpy()
+            total = row_sums(probs)
             if len(probs) == 1 and (len(self.made) + 1) * self.vocab_size <= MOST_MADE:
                 self.made[request[start], position[start]] = probs, total
-            found[r] = probs.numpy()[np.arange(len(probs)), token[r].clip(0, self.vocab_size - 1)] / total
+            found[r] = probs.numpy()[np.arange(len(probs)), token[r].clip(0, self.vocab_size - 1)] / divisor(total)
         outside = (token < 0) | (token >= self.vocab_size)
         found[outside] *= 0  # NaN in bad rows
         found[self.settings.is_bad[request]] = np.nan

@@ -11,9 +11,11 @@ from .layout_triton import dense, input_strides, span_of
 from .row_triton import is_bad
 from .rules import elementary
 
-ONE = tl.constexpr(row_statistics.ONE)
+ONE, CERTAIN_ONE = tl.constexpr(row_statistics.ONE), tl.constexpr(row_statistics.CERTAIN_ONE)
+NEGLIGIBLE = tl.constexpr(row_statistics.NEGLIGIBLE)
 BLOCK = 2048
-_log = rules.bind(elementary.log_of_normal, tl, triton.jit)
+OF_TERMS = {"entropy", "relative entropy", "certainty"}  # sums over a row, one kernel
+_log, _without_log = (rules.bind(f, tl, triton.jit) for f in (elementary.log_of_normal, elementary.without_log))
 
 
 @triton.jit
@@ -31,10 +33,10 @@ def drafted_row(target, cu_draft_tokens, strides, N, m):
 
 @triton.jit(do_not_specialize=["N", "m"])
 def entropy_kernel(
-    entropy, largest,  # out: fp32 [R] each, or None
+    entropy, largest,  # out: fp32 [R] each, or None; the first is the certainty where CERTAINTY
     target, cu_draft_tokens, strides, N, m, V,  # as in `verify_kernel`
-    scale,  # of the entropy
-    BLOCK: tl.constexpr,
+    scale,  # of the entropy or the certainty
+    CERTAINTY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     drafted, row, index, _ = drafted_row(target, cu_draft_tokens, strides, N, m)
     sums, top, bad = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.int32)
@@ -43,10 +45,18 @@ def entropy_kernel(
         q = tl.load(row + token, mask=token < V, other=0.0).to(tl.float32)
         bad |= is_bad(q).to(tl.int32)
         top = tl.maximum(top, q)
-        sums += (q * _log(q) * ONE).to(tl.int64)
+        if CERTAINTY:
+            size = V.to(tl.float32)
+            t = q * size
+            some = t > NEGLIGIBLE
+            term = q * _without_log(tl.div_rn(1.0, tl.where(some, t, 1.0)))
+            term = tl.where(some, term, tl.div_rn(1.0, size))
+            sums += tl.where(token < V, (term * CERTAIN_ONE).to(tl.int64), 0)
+        else:
+            sums -= (q * _log(q) * ONE).to(tl.int64)
     bad = tl.max(bad, 0) > 0
     if entropy is not None:
-        value = (-tl.sum(sums, 0)).to(tl.float32) * (1 / ONE) * scale
+        value = tl.sum(sums, 0).to(tl.float32) * (1 / CERTAIN_ONE if CERTAINTY else 1 / ONE) * scale
         tl.store(entropy + index, tl.where(bad, float("nan"), value), mask=drafted)
     if largest is not None:
         tl.store(largest + index, tl.where(bad, float("nan"), tl.minimum(tl.max(top, 0), 1.0)), mask=drafted)
@@ -97,12 +107,14 @@ def compute(inputs):
         for name, values in given.items():
             if not m:
                 continue
-            if name in ("entropy", "relative entropy"):
-                scale = row_statistics.scale(V) if name == "relative entropy" else 1.0
-                entropy_kernel[inputs.batch_size, m](values, given.get("largest"), *rows, scale, **options)
+            if name in OF_TERMS:
+                scale = 1.0 if name == "entropy" else row_statistics.scale(V)
+                entropy_kernel[inputs.batch_size, m](
+                    values, given.get("largest"), *rows, scale, CERTAINTY=name == "certainty", **options
+                )
             elif name == "largest":
-                if not {"entropy", "relative entropy"} & given.keys():
-                    entropy_kernel[inputs.batch_size, m](None, values, *rows, 1.0, **options)
+                if not OF_TERMS & given.keys():
+                    entropy_kernel[inputs.batch_size, m](None, values, *rows, 1.0, CERTAINTY=False, **options)
             elif name[0] == "k-th largest":
                 kth_largest_kernel[inputs.batch_size, m](values, *rows, name[1], **options)
             else:

@@ -6,11 +6,11 @@ import triton.language as tl
 from . import philox, rows_torch, sampling
 from .race_triton import CHUNK, LOWEST, ONE, race
 
-MAX, NORM, CUTOFF, INVERSE_TEMPERATURE, ARGMAX, KEPT, ENTROPY = (
+MAX, NORM, CUTOFF, INVERSE_TEMPERATURE, ARGMAX, KEPT, ENTROPY, UNUSED = (
     tl.constexpr(column)
     for column in (
         sampling.MAX, sampling.NORM, sampling.CUTOFF, sampling.INVERSE_TEMPERATURE, sampling.ARGMAX, sampling.KEPT,
-        sampling.ENTROPY,
+        sampling.ENTROPY, sampling.UNUSED,
     )
 )  # fmt: skip
 COLUMNS = tl.constexpr(sampling.COLUMNS)
@@ -167,6 +167,7 @@ def conclude(
     tl.store(stats + ARGMAX, argmax.to(tl.int32).to(tl.float32, bitcast=True))
     tl.store(stats + KEPT, share)
     tl.store(stats + ENTROPY, entropy)
+    tl.store(stats + UNUSED, 0.0)
     if DRAW:
         row_stats = (largest, inverse, cutoff, tl.where(inverse == 0.0, argmax, -1), norm)
         word = race(weights, c, stream, DRAFT_CHUNK, argmax.to(tl.int64))

@@ -123,10 +123,22 @@ def softmax(logits, settings, request=slice(None), out=None):
     return torch.softmax(logits, -1, out=out)
 
 
+def row_sums(probs):
+    """The sums of rows fp32 [R, V]: fp32 array [R]. numpy's, since torch's depend on what other rows there are."""
+    return probs.numpy().sum(1)
+
+
+def divisor(total):
+    """What rows of such sums are divided by: the sums where they are not 1 within rounding, else 1. Arrays [R]."""
+    return np.where(np.abs(total - 1) > ROUNDING, total, 1).astype(np.float32)
+
+
 def normalised(probs, total):
-    """Rows divided by their sums, in place, where these are not 1 within rounding. probs: fp32 [R, V]. total: array [R]."""
-    off = np.abs(total - 1) > ROUNDING
-    return probs.div_(_column(np.where(off, total, 1).astype(np.float32))) if off.any() else probs
+    """Rows divided by the `divisor` of their sums, in place. probs: fp32 [R, V]. total: array [R]."""
+    by = divisor(total)
+    if (by != 1).any():
+        np.divide(probs.numpy(), by[:, None], out=probs.numpy())
+    return probs
 
 
 def keep(weights, logits, stats):

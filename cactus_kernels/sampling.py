@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 
 SETTINGS = ("temperature", "top_k", "top_p", "min_p")
-# Columns of a row's statistics, fp32 [8], the last one unused: 32 bytes are what memory is read by. ARGMAX holds the bits of an
-# int32. INVERSE_TEMPERATURE is 0 for greedy rows, NORM is NaN for bad ones.
-MAX, NORM, CUTOFF, INVERSE_TEMPERATURE, ARGMAX, KEPT, ENTROPY = range(7)
+# Columns of a row's statistics, fp32 [8]: 32 bytes are what memory is read by. ARGMAX holds the bits of an int32.
+# INVERSE_TEMPERATURE is 0 for greedy rows, NORM is NaN for bad ones, UNUSED is 0.
+MAX, NORM, CUTOFF, INVERSE_TEMPERATURE, ARGMAX, KEPT, ENTROPY, UNUSED = range(8)
 COLUMNS = 8
 
 

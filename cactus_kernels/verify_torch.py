@@ -38,14 +38,13 @@ def verify(inputs, out, scratch=None):
     def draw(kind, r):
         """Draw for requests r, whose token comes from weights of one kind; for those without a residual, from the rest."""
         weights, fine = positions.weights(kind, r, stop[r])
-        sums = chunk_sums(weights)
+        sums = race_torch.chunk_sums(weights)
         some = (sums != 0).any(1)
         token[r] = race_torch.race(sums, weights, [x[r] for x in exponentials])
         valid[r] &= fine & (some | (kind == RESIDUAL))
         if kind == RESIDUAL and not some.all():
             draw(REST, r[~some & fine])
 
-    chunk_sums = race_torch.float_chunk_sums if inputs.sampling else race_torch.chunk_sums
     exponentials = race_torch.noise(positions.seed, philox.counter_row(positions.offset, stop), inputs.purposes, V)
     token = np.zeros(B, dtype=np.int64)
     given = np.zeros(B, dtype=bool)
@@ -139,7 +138,7 @@ class _Positions:
             h_n = self.body(q_n, q_n, p_n, True, stat, *(_of(s, request[:, 0]) for s in self.strengths))
             if inputs.budget is not None:
                 h_n = self._within_budget(at, h_n, q_n, p_n)
-            accepted = (u * p_n < h_n) & drafted & ~bad
+            accepted = (u * p_n < h_n) & drafted & (n < inputs.vocab_size) & ~bad
         self.q_n[at], self.p_n[at], self.bad[at] = q_n, p_n, bad
         return accepted
 

@@ -88,29 +88,33 @@ def verify_kernel(
     j = tl.arange(0, BLOCK_M)
     row = start + j
     ids = tl.load(draft_token_ids + wide * strides[4] + row * strides[5], mask=j < length, other=-1).to(tl.int64)
-    real = (ids >= 0) & (ids < V)
+    in_target = (ids >= 0) & (ids < V)  # an id beyond the target's vocabulary is never accepted
     q_at = wide * strides[0] + row * strides[1] + ids
     if target_stats is None:
-        q = load(target, q_at, ids, real, ())
+        q = load(target, q_at, ids, in_target, ())
     else:
         # A row past the draft's end counts too, where it is there.
         counts = j < length + (bonus_token_ids is None)
         q = load(
-            target, q_at, ids, real, load_stats(target_stats, wide * stats_strides[0] + j * stats_strides[1], counts)
+            target,
+            q_at,
+            ids,
+            in_target,
+            load_stats(target_stats, wide * stats_strides[0] + j * stats_strides[1], counts),
         )
-    real = (ids >= 0) & (ids < V_draft)
+    in_draft = (ids >= 0) & (ids < V_draft)
     p_at = slot * strides[2] + (draft_start + j) * strides[3] + ids
     if draft is None:
         p = tl.full((BLOCK_M,), 1.0, tl.float32)
     elif draft_stats is None:
-        p = load(draft, p_at, ids, real, ())
+        p = load(draft, p_at, ids, in_draft, ())
     else:
         # Statistics that came with the draft lie as its rows do, others by request.
         if STATS_GIVEN:
             stats_at = slot * stats_strides[2] + draft_start * stats_strides[3]
         else:
             stats_at = wide * stats_strides[2]
-        p = load(draft, p_at, ids, real, load_stats(draft_stats, stats_at + j * stats_strides[3], ids >= 0))
+        p = load(draft, p_at, ids, in_draft, load_stats(draft_stats, stats_at + j * stats_strides[3], ids >= 0))
     bad = (ids < -1) | (ids >= tl.maximum(V, V_draft)) | is_bad(q) | is_bad(p)
     q_n, p_n = tl.minimum(q, 1.0), tl.minimum(p, 1.0)
     at = position + j
@@ -134,7 +138,7 @@ def verify_kernel(
             left = tl.maximum(left - (tl.cumsum(spends, 0) - spends), 0)
         cap = _cap(left)
         h_n = tl.minimum(h_n, q_n * cap)
-    accepted = (uniform(r0, r1) * p_n < h_n) & (ids >= 0) & (bad == 0)
+    accepted = (uniform(r0, r1) * p_n < h_n) & in_target & (bad == 0)
     stop = tl.min(tl.where(accepted, BLOCK_M, j), 0)
     stop = tl.where(bad_request, 0, stop)
     bad_request |= tl.sum(tl.where(j == stop, bad.to(tl.int32), 0), 0) > 0

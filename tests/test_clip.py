@@ -62,18 +62,61 @@ def test_the_divergence_is_the_budget(kind, V):
         law = np.clip(wide[0], float(b) * wide[1], float(c) * wide[1])
         assert 0 < b <= 1 <= c
         if c == clip.LARGEST:
-            rejected = wide[0][(wide[1] < 2**-52)].sum()
+            rejected = wide[0][wide[1] == 0].sum()
             assert exact.kl(wide[1], law if rejected else wide[0]) <= float(np.float32(kl)) * (1 + 1e-6) + 3e-7
         else:
             assert abs(law.sum() - wide[0].sum()) < 3e-7
             assert abs(exact.kl(wide[1], law / law.sum()) - float(np.float32(kl))) < 1e-6 * kl + 3e-7
 
 
+@pytest.mark.parametrize("V", [2, 50])
+def test_the_divergence_is_the_budget_down_to_the_smallest_normal_number(V):
+    """Tokens that the draft is sure of and the target nearly excludes: the sum of their q counts c times, up to 1e38 times.
+    The largest relative error of the solved divergence is 6e-6, from q_n = 1e-10 to 2^-126."""
+    rng, errors = np.random.default_rng(V), []
+    for exponent in [*range(-10, -38, -1), np.log2(10) ** -1 * -126]:
+        for _ in range(10):
+            p, q = rng.dirichlet(np.ones(V), size=2)
+            q[0], p[0] = max(10.0**exponent, 2.0**-126), rng.uniform(0.05, 0.95)
+            p[1:] *= (1 - p[0]) / p[1:].sum()
+            q[1:] *= (1 - q[0]) / q[1:].sum()
+            p, q = p.astype(np.float32), q.astype(np.float32)
+            wide = p.astype(np.float64), q.astype(np.float64)
+            kl = np.float32(exact.kl(wide[1], wide[0]) * rng.uniform(0.05, 0.9))
+            b, c = clip.solve(p, q, kl, "kl")
+            law = np.clip(wide[0], float(b) * wide[1], float(c) * wide[1])
+            errors.append(abs(exact.kl(wide[1], law / law.sum()) / kl - 1))
+    assert max(errors) < 1e-5
+
+
+def test_what_a_sum_loses_is_rejected_not_accepted(device):
+    """Denormal probabilities of the target: below what the solution is exact for, every backend rejects."""
+    p = torch.tensor([[[0.1, 0.9]]], device=device)
+    ids = torch.ones(1, 1, dtype=torch.int64, device=device)
+    for q_n in (1e-20, 2.0**-126, 1e-39, 2.0**-149, 0.0):
+        q = torch.tensor([[[1 - q_n, q_n]] * 2], device=device)
+        for rule in (Mentored(0.1), Mentored(5.0), Optimal(cap=3e38), Optimal(price=3e38)):
+            got = [
+                verify(
+                    q.expand(60, 2, 2), p.expand(60, 1, 2), ids.expand(60, 1), rule, seed=1, offset=0, backend=backend
+                )
+                for backend in ("torch", "triton")
+            ]
+            assert torch.equal(got[0].token_ids, got[1].token_ids) and got[0].valid.all()
+            if q_n < 2.0**-126:
+                assert not got[0].num_accepted.any()
+        if q_n == 1e-20:  # c q_n is .095 of .9
+            accepted = verify(
+                q.expand(4000, 2, 2), p.expand(4000, 1, 2), ids.expand(4000, 1), Mentored(0.1), seed=1, offset=0
+            )
+            assert 0.07 < accepted.num_accepted.float().mean() < 0.15
+
+
 def test_b_does_not_depend_on_where_the_search_begins(monkeypatch):
     largest, found = clip._largest, {}
     for start in (None, 2100, 2040, 1900, 1000):  # edges, 2049 is that at 1
 
-        def begun_there(sides, k, start=start):
+        def begun_there(sides, k=clip.BINS, start=start):
             return largest(sides, k if start is None else start)
 
         monkeypatch.setattr(clip, "_largest", begun_there)
@@ -95,7 +138,10 @@ def test_sums_are_exact(scale):
     for x in np.float32([0, 1e-30, 2**-16, 0.3, 0.999, 1, 1.0001, 77, 2**16, 1e9, 3e38]):
         below, up_to = ratio < x, ratio <= x
         assert pair.below(x) == [sum(np.array(row, dtype=object)[below]) for row in fixed]
-        assert list(pair.above(x)) == [sum(np.array(row, dtype=object)[~up_to]) for row in fixed]
+        power = max(1.0, 2.0 ** np.floor(np.log2(x))) if x else 1.0
+        assert clip.power_below(x) == power
+        scaled = [int(np.float64(y) * power * 2**52) + (y > 0) for y in q]
+        assert list(pair.above(x)) == [sum(np.array(row, dtype=object)[~up_to]) for row in (fixed[0], scaled)]
 
 
 def test_logarithms():

@@ -15,8 +15,23 @@ from logit_cases import (
     probs_of,
     warped,
 )
+from rule_laws import LAWS as RULE_LAWS
+from rule_laws import draws_of
 
-from cactus_kernels import Cactus, RowStats, Sampling, row_stats, sample, verify_from_logits
+from cactus_kernels import (
+    Cactus,
+    RowStats,
+    SampleOutput,
+    Sampling,
+    TopK,
+    Typical,
+    lazy_rows,
+    row_stats,
+    rows_torch,
+    sample,
+    verify,
+    verify_from_logits,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -161,6 +176,114 @@ def test_tokens_follow_the_exact_law(law, dtype, delta):
     tokens = drafted_and_verified(p, q, delta, Sampling(**target), Sampling(**draft), draws=draws)
     expected = exact.emitted(warped(p, **draft).numpy(), warped(q, **target).numpy(), delta)
     assert exact.chi_square_p_value(np.bincount(tokens, minlength=V), expected) > exact.FALSE_ALARM
+
+
+CUT = {"whole": {}, "truncated": {"temperature": 0.8, "top_k": 7, "top_p": 0.95}}
+
+
+def verified_by(rule, settings, draws, backend, V=11):
+    """First tokens that come out under a rule where draft and target have the same settings, int64 [draws]; their law's p, q."""
+    p, q = pair_of_logits(V)
+    sampling, rows = Sampling(**settings), p.expand(draws, -1)
+    drawn = sample(rows, seed=2, offset=0, sampling=sampling, backend="torch")
+    out = verify_from_logits(
+        q.expand(draws, 2, -1).to(DEVICE), rows[:, None].to(DEVICE), drawn.token_ids[:, None].to(DEVICE), rule, seed=2,
+        offset=0, sampling=sampling, backend=backend,
+    )  # fmt: skip
+    out.raise_if_invalid()
+    return out.token_ids[:, 0].cpu().numpy(), warped(p, **settings).numpy(), warped(q, **settings).numpy()
+
+
+@pytest.mark.parametrize("settings", CUT.values(), ids=CUT)
+@pytest.mark.parametrize("name", RULE_LAWS)
+def test_every_rule_follows_its_exact_law(name, settings):
+    rule, brute_force = RULE_LAWS[name]
+    tokens, p, q = verified_by(rule, settings, draws_of(rule, 10_000 if settings else 30_000), "torch")
+    expected = exact.emitted_by(p, q, *brute_force(p, q))
+    assert exact.chi_square_p_value(np.bincount(tokens, minlength=11), expected) > exact.FALSE_ALARM
+
+
+@pytest.mark.parametrize("draws", [80, pytest.param(1500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("settings", CUT.values(), ids=CUT)
+@pytest.mark.parametrize("name", RULE_LAWS)
+def test_every_rule_gives_the_same_tokens_on_both_backends(name, settings, draws):
+    """But for near-ties, one in a thousand; the more of them follow the law by themselves, too."""
+    if "triton" not in BACKENDS:
+        pytest.skip("triton is not there, or does not run here")
+    rule, brute_force = RULE_LAWS[name]
+    tokens, p, q = verified_by(rule, settings, draws, "triton")
+    assert (tokens != verified_by(rule, settings, draws, "torch")[0]).sum() <= draws // 1000
+    if draws > 1000:
+        expected = exact.emitted_by(p, q, *brute_force(p, q))
+        assert exact.chi_square_p_value(np.bincount(tokens, minlength=11), expected) > exact.FALSE_ALARM
+
+
+def test_a_probability_compared_with_its_row_is_the_one_in_it():
+    """A threshold such as the k-th largest is taken from the whole row, the drafted token's probability is asked for alone."""
+    for V, scale in ((50, 1.0), (32_000, 1.0), (151_936, 4.0)):
+        logits = scale * torch.randn(4, 3, V, generator=torch.Generator().manual_seed(V))
+        for k in (1, 3):
+            ids = logits[:, :2].topk(k)[1][..., -1]  # the k-th itself is among the k
+            for sampling in (None, Sampling(top_p=0.99), Sampling(torch.tensor([1.0, 0.7, 1.3, 0.9]))):
+                out = verify_from_logits(
+                    logits, None, ids, TopK(k), seed=0, offset=0, sampling=sampling, backend="torch"
+                )
+                assert (out.num_accepted == 2).all() and out.valid.all()
+        every = row_stats(logits[:, 0]).argmax[:, None]
+        out = verify_from_logits(logits[:, :2], None, every, Typical(1.0, 1.0), seed=0, offset=0, backend="torch")
+        assert (out.num_accepted == 1).all()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rows_of_probabilities_do_not_depend_on_what_is_asked_for_beside_them(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        V, request, position = 151_936, np.arange(6), np.zeros(6, dtype=np.int64)
+        logits = 5 * torch.randn(6, 1, V, generator=torch.Generator().manual_seed(0))
+        settings = rows_torch.Settings.of(Sampling(0.9), 6)
+
+        def rows():
+            return lazy_rows.rows_of_logits(logits, lambda r, j: (r, j), np.ones((6, 1), dtype=bool), settings)
+
+        together = rows().whole(request, position)
+        for r in range(6):
+            token = np.array([int(logits[r].argmax()), 5, V - 1])
+            of_row = rows()
+            some = of_row.at(request[r, None].repeat(3), position[:3], token)
+            assert (some == together[r].numpy()[token]).all()
+            for _ in range(2):
+                assert torch.equal(of_row.whole(request[r : r + 1], position[:1])[0], together[r])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_residual_below_the_unit_of_sums_is_none_on_both_backends():
+    """2^-52 is the unit of chunk sums, from logits as from probabilities; then the token comes from h without n."""
+    inf = np.inf
+    for small, expected in ((-36.0, 1), (-37.0, 0), (-60.0, 0)):
+        target = torch.tensor([[[0.0, small, -inf], [0.0, 0.0, 0.0]]], device=DEVICE)
+        draft, ids = torch.tensor([[[0.0, -inf, -inf]]], device=DEVICE), torch.tensor([[2]], device=DEVICE)
+        for backend in BACKENDS:
+            out = verify_from_logits(target, draft, ids, "sps", seed=0, offset=0, backend=backend)
+            assert out.token_ids[0, 0] == expected and out.valid.all()
+            out = verify(target.softmax(-1), draft.softmax(-1), ids, "sps", seed=0, offset=0, backend=backend)
+            assert out.token_ids[0, 0] == expected and out.valid.all()
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_k=3), Sampling(0.0)], ids=["plain", "top-k", "greedy"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_statistics_are_written_in_full(backend, sampling):
+    logits = torch.randn(3, 1500, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    for entropy in (False, True):
+        first, second = (torch.full((3, 8), x, device=DEVICE) for x in (7.0, -3.0))
+        for packed in (first, second):
+            out = SampleOutput(
+                torch.empty(3, dtype=torch.int64, device=DEVICE), torch.empty(3, device=DEVICE), RowStats(packed)
+            )
+            sample(logits, seed=0, offset=0, sampling=sampling, entropy=entropy, out=out, backend=backend)
+        assert torch.equal(first.view(torch.int32), second.view(torch.int32))
+        assert (first[:, 7] == 0).all()
 
 
 def test_mixed_temperatures_each_follow_their_own_law():

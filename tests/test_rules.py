@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from models import table_pair
+from rule_laws import LAWS, draws_of, f
 from test_law import DRAWS, emitted_tokens, p_value, pair
 from test_law_theory import sequence_law
 
@@ -36,43 +37,7 @@ from cactus_kernels.rules.elementary import exp, log
 from cactus_kernels.rules.thresholds import typical_h
 from cactus_kernels.verify import verify, verify_from_logits
 
-
-def f(x):
-    """A strength as rules hold it."""
-    return float(np.float32(x))
-
-
-def within_kl(p, q, kl):
-    """b and c of the law clip(p, b q, c q) at KL(q || law) = kl."""
-
-    def excess(c):
-        return exact.kl(q, np.clip(p, exact.clip(p, q, c)[0] * q, c * q)) - kl
-
-    return exact.clip(p, q, exact._root(excess, 1.0, (p / q).max()))
-
-
-# Each rule with its brute force (tests/exact.py).
-LAWS = {
-    "cactus-kl 0.05": (Cactus(0.05, "kl"), lambda p, q: exact.cactus(p, q, f(0.05), "kl")),
-    "cactus-kl 0.5": (Cactus(0.5, "kl"), lambda p, q: exact.cactus(p, q, f(0.5), "kl")),
-    "adaptive, certain": (AdaptiveCactus(0.5), lambda p, q: exact.adaptive(p, q, f(0.5), "certain")),
-    "adaptive, uncertain": (AdaptiveCactus(0.5, "uncertain"), lambda p, q: exact.adaptive(p, q, f(0.5), "uncertain")),
-    "capped 1.5": (Capped(1.5), lambda p, q: exact.capped(p, q, 1.5)),
-    "lenience 0.2": (Lenience(0.2), lambda p, q: exact.capped(p, q, f(5))),
-    "interpolation 0.7": (Interpolation(0.7), lambda p, q: exact.interpolation(p, q, f(0.7))),
-    "typical": (Typical(0.09), lambda p, q: exact.typical(p, q, f(0.09), f(0.3))),
-    "medusa": (Typical(0.3, 0.6), lambda p, q: exact.typical(p, q, f(0.3), f(0.6))),
-    "optimal, cap 1.5": (Optimal(cap=1.5), lambda p, q: exact.clipped(p, q, *exact.clip(p, q, 1.5))),
-    "optimal, price 2": (Optimal(price=2.0), lambda p, q: exact.clipped(p, q, *exact.clip(p, q, price=2))),
-    "mentored 0.1": (Mentored(0.1), lambda p, q: exact.clipped(p, q, *within_kl(p, q, f(0.1)))),
-    "top-k 3": (TopK(3), lambda p, q: exact.top_k(p, q, 3)),
-}
 SIZES = [37, pytest.param(2051, marks=pytest.mark.slow)]
-
-
-def draws_of(rule, most):
-    """Rows that have to be solved take their time."""
-    return 2_000 if rule.name == "mentored" else min(most, 10_000) if rule.solved else most
 
 
 @pytest.mark.parametrize("V", SIZES)
@@ -187,10 +152,80 @@ def test_row_statistics(V):
     np.testing.assert_allclose(row_statistics.of_rows("entropy", q), H, rtol=2e-6, atol=V * 2**-40 + 1e-12)
     relative = row_statistics.of_rows("relative entropy", q)
     np.testing.assert_allclose(relative, H / np.log(max(V, 2)), rtol=2e-6, atol=V * 2**-40 + 1e-12)
+    wide, total = q.double(), q.double().sum(1)
+    certainty = (
+        (torch.special.xlogy(wide, wide * V).sum(1) - total + 1) / np.log(max(V, 2)) if V > 1 else torch.zeros(4)
+    )
+    got = row_statistics.of_rows("certainty", q)
+    np.testing.assert_allclose(got, certainty, rtol=2e-6, atol=V * 2**-52 + 1e-12)
     assert torch.equal(row_statistics.of_rows("largest", q), q.amax(1))
     for k in (1, 2, 10, V, V + 1):
         kth = row_statistics.of_rows(("k-th largest", k), q)
         assert torch.equal(kth, q.sort(descending=True)[0][:, k - 1] if k <= V else torch.zeros(4))
+
+
+@pytest.mark.parametrize("V", [1000, 32_000, 151_936])
+def test_the_certainty_of_a_nearly_uniform_row(V):
+    """1 - H / ln V by subtraction would be off by a tenth and more."""
+    for spread in (1e-3, 0.01, 0.1):
+        q = (1 + spread * torch.randn(2, V, generator=torch.Generator().manual_seed(V), dtype=torch.float64)).float()
+        q = q / q.sum(1, keepdim=True)
+        t = q.double() * V
+        expected = (torch.special.xlogy(t, t) - t + 1).sum(1) / V / np.log(V)
+        got = row_statistics.of_rows("certainty", q).double()
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=V * 2.0**-52 / np.log(V))
+        if spread == 0.01:
+            by_subtraction = 1 - row_statistics.of_rows("relative entropy", q).double()
+            assert (by_subtraction / expected - 1).abs().max() > (got / expected - 1).abs().max()
+
+
+EXTREMES = [
+    *(Cactus(x, d) for x in (1.0, 104.6, 105.0, 3e38) for d in ("taylor", "kl")),
+    *(AdaptiveCactus(x, s) for x in (1.0, 3e38) for s in ("certain", "uncertain")),
+    *(Capped(x) for x in (1.0, 3e38)),
+    *(Optimal(cap=x) for x in (1.0, 3e38)),
+    *(Optimal(price=x) for x in (1.0, 3e38)),
+    *(Mentored(x) for x in (0.0, 0.1, 200.0, 3e38)),
+    *(Typical(x, y) for x in (0.0, 1.0) for y in (0.0, 1.0)),
+    *(TopK(k) for k in (1, 4, 2**31 - 1)),
+    SpS(),
+    Coupled(),
+]
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("rule", EXTREMES, ids=str)
+def test_a_token_that_the_target_excludes_never_comes_out(rule, backend, device):
+    generator = torch.Generator().manual_seed(0)
+    B, V, V_draft = (60, 6, 8) if backend == "torch" else (12, 6, 8)
+    target = torch.rand(B, 3, V, generator=generator) ** 8
+    target[torch.rand(B, 3, V, generator=generator) < 0.5] = 0
+    target[..., 1] += 1e-3
+    target /= target.sum(-1, keepdim=True)
+    draft = torch.rand(B, 2, V_draft, generator=generator).softmax(-1)
+    ids = torch.multinomial(draft.view(-1, V_draft), 1, generator=generator).view(B, 2)
+    possible = torch.nn.functional.pad(target > 0, (0, V_draft - V))
+    for p, logits in ((draft, False), (None, False), (draft, True), (None, True)):
+        rows = [x if x is None else x.log() if logits else x for x in (target, p)]
+        rows = [x if x is None else x.to(device) for x in rows]
+        function = verify_from_logits if logits else verify
+        out = function(*rows, ids.to(device), rule, seed=1, offset=0, backend=backend)
+        assert out.valid.all()
+        tokens = out.token_ids.cpu()
+        for j in range(3):
+            some = tokens[:, j] >= 0
+            assert possible[some, j].gather(1, tokens[some, j, None]).all()
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_interpolation_accepts_what_the_draft_alone_allows_but_no_id_beyond_the_target(backend, device):
+    target = torch.tensor([[[1.0, 0.0], [0.5, 0.5]]], device=device).expand(20, 2, 2)
+    draft = torch.tensor([[[0.1, 0.3, 0.1, 0.5]]], device=device).expand(20, 1, 4)
+    for n, accepted in ((1, True), (2, False), (3, False)):
+        ids = torch.full((20, 1), n, device=device)
+        for p in (draft, None):
+            out = verify(target, p, ids, Interpolation(0.1), seed=1, offset=0, backend=backend)
+            assert out.valid.all() and bool(out.num_accepted.any()) == accepted and (out.token_ids < 2).all()
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning:cactus_kernels")

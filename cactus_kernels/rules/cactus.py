@@ -45,8 +45,9 @@ def kl_root(q_n, delta):
         step = m.div_rn((x * up + (1.0 - x) * down) - delta, m.maximum(up - down, 1e-30))
         x = m.where(x - step < 1.0, x - step, m.maximum(0.5 * (1.0 + x), near_1))
         x = m.minimum(m.maximum(x, q_n), 0.99999994)
-    x = m.where(q_n > 0.0, m.where(delta + 0.0 * q_n > 0.0, x, q_n), 0.0)
-    return m.where(-log_q <= delta, 1.0, x)
+    x = m.where(delta + 0.0 * q_n > 0.0, x, q_n)
+    x = m.where(-log_q <= delta, 1.0, x)
+    return m.where(q_n > 0.0, x, 0.0)  # last, since `log` of 0 is finite
 
 
 def cactus_kl_h(q, q_n, p_n, is_drafted, stat, delta):
@@ -54,7 +55,7 @@ def cactus_kl_h(q, q_n, p_n, is_drafted, stat, delta):
 
 
 def certain_h(q, q_n, p_n, is_drafted, stat, delta):
-    return raised(q, q_n, is_drafted, taylor(q_n, delta * m.maximum(1.0 - stat[0], 0.0)))
+    return raised(q, q_n, is_drafted, taylor(q_n, delta * m.minimum(stat[0], 1.0)))
 
 
 def uncertain_h(q, q_n, p_n, is_drafted, stat, delta):
@@ -144,12 +145,15 @@ class AdaptiveCactus(Rule):
     spend: str = "certain"
 
     keeps_proportions = True
-    statistics = ("relative entropy",)
 
     def __post_init__(self):
         check_strength("delta", self.delta, meaning=" (0 is SpS)")
         if self.spend not in ("certain", "uncertain"):
             raise ValueError(f'spend must be "certain" or "uncertain", got {self.spend!r}')
+
+    @property
+    def statistics(self) -> tuple:
+        return ("certainty" if self.spend == "certain" else "relative entropy",)
 
     @property
     def name(self) -> str:

@@ -18,12 +18,17 @@ def capped_h(q, q_n, p_n, is_drafted, stat, cap):
     return m.where(is_drafted, m.minimum(q_n * m.maximum(cap, 1.0), 1.0), q)
 
 
+def multiple(q_n, c):
+    """min(c q_n, 1); 0 for a denormal fp32 q_n, which c may be too coarse for: that errs to rejecting."""
+    return m.where(q_n >= 1.1754943508222875e-38, m.minimum(q_n * c, 1.0), 0.0)
+
+
 def optimal_cap_h(q, q_n, p_n, is_drafted, stat, cap):
-    return m.where(is_drafted, m.minimum(q_n * m.maximum(cap, 1.0), 1.0), q * stat[0])
+    return m.where(is_drafted, multiple(q_n, m.maximum(cap, 1.0)), q * stat[0])
 
 
 def optimal_price_h(q, q_n, p_n, is_drafted, stat, price):
-    return m.where(is_drafted, m.minimum(q_n * stat[1], 1.0), q * stat[0])
+    return m.where(is_drafted, multiple(q_n, stat[1]), q * stat[0])
 
 
 @dataclass(frozen=True, eq=False)
