@@ -4,10 +4,32 @@ import os
 
 import pytest
 import torch
+from support import interpreter
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+interpreter.install()
 torch.set_num_threads(1)  # the tests' tensors are small; threads would only wait for one another
+
+
+def pytest_report_header():
+    return interpreter.header()
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):  # of pytest-xdist: what a worker counts, its controller adds up
+        session.config.workeroutput["accesses"] = dict(interpreter.accesses)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    interpreter.accesses.update(getattr(node, "workeroutput", {}).get("accesses", {}))
+
+
+def pytest_terminal_summary(terminalreporter):
+    if interpreter.accesses:
+        kinds = ", ".join(f"{count:,} {kind}s" for kind, count in sorted(interpreter.accesses.items()))
+        terminalreporter.write_line(f"triton's interpreter: addresses checked of {kinds}")
 
 
 @pytest.fixture(scope="session")
