@@ -96,18 +96,16 @@ def test_what_a_sum_loses_is_rejected_not_accepted(device):
     for q_n in (1e-20, 2.0**-126, 1e-39, 2.0**-149, 0.0):
         q = torch.tensor([[[1 - q_n, q_n]] * 2], device=device)
         for rule in (Mentored(0.1), Mentored(5.0), Optimal(cap=3e38), Optimal(price=3e38)):
-            got = [
-                verify(
-                    q.expand(60, 2, 2), p.expand(60, 1, 2), ids.expand(60, 1), rule, seed=1, offset=0, backend=backend
-                )
-                for backend in ("torch", "triton")
-            ]
-            assert torch.equal(got[0].token_ids, got[1].token_ids) and got[0].valid.all()
-            if q_n < 2.0**-126:
-                assert not got[0].num_accepted.any()
+            for backend, B in (("torch", 60), ("triton", 2)):
+                rows = q.expand(B, 2, 2), p.expand(B, 1, 2), ids.expand(B, 1)
+                out = verify(*rows, rule, seed=1, offset=0, backend=backend)
+                assert out.valid.all() and not (q_n < 2.0**-126 and out.num_accepted.any())
+                if backend == "torch":
+                    expected = out.token_ids[:2]
+            assert torch.equal(out.token_ids, expected)
         if q_n == 1e-20:  # c q_n is .095 of .9
             accepted = verify(
-                q.expand(4000, 2, 2), p.expand(4000, 1, 2), ids.expand(4000, 1), Mentored(0.1), seed=1, offset=0
+                q.expand(300, 2, 2), p.expand(300, 1, 2), ids.expand(300, 1), Mentored(0.1), seed=1, offset=0
             )
             assert 0.07 < accepted.num_accepted.float().mean() < 0.15
 
@@ -138,9 +136,9 @@ def test_sums_are_exact(scale):
     for x in np.float32([0, 1e-30, 2**-16, 0.3, 0.999, 1, 1.0001, 77, 2**16, 1e9, 3e38]):
         below, up_to = ratio < x, ratio <= x
         assert pair.below(x) == [sum(np.array(row, dtype=object)[below]) for row in fixed]
-        power = max(1.0, 2.0 ** np.floor(np.log2(x))) if x else 1.0
+        power = max(1.0, 2.0 ** float(np.floor(np.log2(x)))) if x else 1.0
         assert clip.power_below(x) == power
-        scaled = [int(np.float64(y) * power * 2**52) + (y > 0) for y in q]
+        scaled = [int(float(y) * power * 2**52) + bool(y > 0) for y in q]
         assert list(pair.above(x)) == [sum(np.array(row, dtype=object)[~up_to]) for row in (fixed[0], scaled)]
 
 
