@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from . import clip, philox, rules
-from .layout_triton import dense, input_strides, lanes
+from .layout_triton import dense, input_strides, lanes, number
 from .race_triton import stream_of, uniform
 from .row_statistics_triton import drafted_row
 from .row_triton import is_bad
@@ -185,8 +185,10 @@ def clip_kernel(
         drafted &= (uniform(r0, r1) * p_n < q_n) == 0
     if PER_REQUEST:
         strength = tl.load(strength + request)
+    else:
+        strength = number(strength)
     if FORM != "kl":
-        strength = tl.maximum(strength + 0.0, 1.0)  # a bad one makes its request invalid whatever is solved here
+        strength = tl.maximum(strength, 1.0)  # a bad one makes its request invalid whatever is solved here
     end = tl.where(drafted, tl.maximum(V, V_draft), 0)
 
     bad, q_s = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int64)

@@ -95,7 +95,7 @@ def cut(
         if top_p < 1.0:
             pivot = floor - 1
             mass, _, _ = _above(row, V, words, pivot, (pivot, pivot, pivot), largest, inverse, True)
-            share = mass.to(tl.float64) * (top_p + tl.full((), 0.0, tl.float32)).to(tl.float64)
+            share = mass.to(tl.float64) * top_p.to(tl.float64)
             need = share.to(tl.int64)
             need += (need.to(tl.float64) < share).to(tl.int64)
             floor = _search(row, V, words, maxima, floor, tl.maximum(need, 1), largest, inverse, True)

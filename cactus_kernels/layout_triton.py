@@ -1,4 +1,4 @@
-"""How tensors lie in memory, as the kernels are told."""
+"""How tensors lie in memory, and numbers, as the kernels are told."""
 
 import functools
 
@@ -7,6 +7,13 @@ import triton
 import triton.language as tl
 
 from .race_triton import INTERPRETED
+
+
+@triton.jit
+def number(x):
+    """A number that the launch was given, as fp32. A GPU is handed just that; the interpreter hands on Python's own float, and
+    takes one below 2^-126 for a float64, with all that is computed from it."""
+    return tl.full((), x, tl.float32)
 
 
 @triton.jit

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from . import philox, rows_torch, sampling
+from .layout_triton import number
 from .race_triton import CHUNK, LOWEST, ONE, race
 
 MAX, NORM, CUTOFF, INVERSE_TEMPERATURE, ARGMAX, KEPT, ENTROPY, UNUSED = (
@@ -55,13 +56,15 @@ def _setting(settings, K: tl.constexpr, request, PER_REQUEST: tl.constexpr):
     s = settings[K]
     if (PER_REQUEST >> K) & 1:
         s = tl.load(s + request)
+    else:
+        s = number(s)
     return s
 
 
 @triton.jit
 def settings_of(settings, request, PER_REQUEST: tl.constexpr):
     """temperature, top-k, top-p, min-p, 1 / T (0: greedy, as `rows_torch.inverse_temperature`), and whether one is bad."""
-    temperature = _setting(settings, 0, request, PER_REQUEST) + tl.full((), 0.0, tl.float32)
+    temperature = _setting(settings, 0, request, PER_REQUEST)
     top_k = _setting(settings, 1, request, PER_REQUEST)
     top_p = _setting(settings, 2, request, PER_REQUEST)
     min_p = _setting(settings, 3, request, PER_REQUEST)
@@ -80,7 +83,7 @@ def fixed_sum(x):
 
 @triton.jit
 def min_p_cutoff(largest, temperature, min_p):
-    return largest + temperature * tl.log(min_p + tl.full((), 0.0, tl.float32))
+    return largest + temperature * tl.log(min_p)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from . import clip_triton, philox, race_torch, row_statistics_triton, rules
-from .layout_triton import dense, input_strides, is_aligned, lanes, row_strides, span_of
+from .layout_triton import dense, input_strides, is_aligned, lanes, number, row_strides, span_of
 from .race_triton import BAD, CHUNK, LOWEST, ONE, race, row_at, stream_of, uniform
 from .row_triton import is_bad, load_stats
 from .rows_triton import BLOCKS, NUM_WARPS, reduce_rows
@@ -74,6 +74,8 @@ def verify_kernel(
         if (PER_REQUEST >> k) & 1:
             s = tl.load(s + request)
             bad_request |= ((s >= 0.0) & (s < float("inf"))) == 0
+        else:
+            s = number(s)
         values = values + (s,)  # noqa: RUF005 (triton has no starred tuples)
     start, length, disorder = span_of(request, cu_draft_tokens, N, m)
     bad_request |= disorder

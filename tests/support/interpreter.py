@@ -205,9 +205,8 @@ def _replacements(interpreter):
         def created(self, *args, **kwargs):
             result = create(self, *args, **kwargs)
             for arg in args:
-                home = getattr(arg, "home", None)
-                if home is not None:
-                    result.home = home
+                if isinstance(arg, interpreter.TensorHandle) and hasattr(arg, "home"):
+                    result.home = arg.home
             return result
 
         return created
