@@ -202,7 +202,7 @@ def _both_win(p, q):
 
     x wins both iff its noise, over max(p_y / p_x, q_y / q_x), is below that of every y: 1 / the sum of these over y.
     """
-    order = torch.where(q > 0, p / q, torch.where(p > 0, torch.inf, 0.0)).argsort(-1)
+    order = torch.where(q > 0, p / q, torch.where(p > 0, torch.inf, 0 * p)).argsort(-1)
     p_sorted, q_sorted = p.gather(-1, order), q.gather(-1, order)
     beyond = p.sum(-1, keepdim=True) - p_sorted.cumsum(-1)  # where p_y / p_x is the larger
     chance = 1 / (beyond.clamp(min=0) / p_sorted + q_sorted.cumsum(-1) / q_sorted)

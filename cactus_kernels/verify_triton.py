@@ -297,7 +297,7 @@ def _written(logits, stats):
     inverse = stats.packed[..., INVERSE_TEMPERATURE, None]
     weights = ((logits.float() - stats.max[..., None]) * inverse).exp_()
     weights = weights.masked_fill_(logits < stats.cutoff[..., None], 0)
-    greedy = torch.arange(logits.shape[-1], device=logits.device) == stats.argmax[..., None]
+    greedy = torch.arange(logits.shape[-1], dtype=torch.int64, device=logits.device) == stats.argmax[..., None]
     return torch.where(inverse == 0, greedy.float(), weights).mul_(stats.norm[..., None])
 
 
