@@ -312,7 +312,8 @@ def _read(inputs, out, launch):
     if rule.solved == "drafted":
         return clip_triton.compute(inputs)
     # What is accepted does not depend on b: find the rejected rows first.
-    launch(replace(inputs, rule=Capped(rule.cap)))
+    (cap,) = rule.strengths
+    launch(replace(inputs, rule=Capped(cap if isinstance(cap, torch.Tensor) else max(cap, 1.0))))
     return clip_triton.compute(inputs, at=out.num_accepted.contiguous())
 
 
