@@ -436,7 +436,7 @@ def test_texts_within_a_budget_follow_their_exact_law(count):
     assert exact.chi_square_p_value(np.bincount(codes, minlength=125), expected) > exact.FALSE_ALARM
     assert max(np.log(mass / of_target[text]) for text, mass in law.items() if mass) <= 0.4 + 1e-9
     assert 0 < np.mean(out.stats.spent) < 0.4 and max(out.stats.spent) <= 0.4 and min(out.stats.spent) >= 0
-    assert out.stats.total_variation_bound[0] == pytest.approx(0.2**0.5)
+    assert out.stats.total_variation_bound[0] == pytest.approx(1 - np.exp(-0.4))
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,8 @@ class Rule:
         form: what the one strength of a rule that is solved means: "cap" is c, "price" is c / b, "kl" is KL(q || P) in nats.
             "rejected" needs "cap". None: not solved.
         lossless: whether what is emitted follows the target whatever the draft, so that nothing of a budget is ever spent.
-        keeps_proportions: whether h_n >= q_n wherever p_n > q_n, and r(x) is q(x) times a number in [(1 - h_n) / (1 - q_n), 1]:
-            then a budget for the sequence can be kept.
+        keeps_proportions: whether h_n >= min(p_n, q_n), and wherever p_n > q_n, r(x) is q(x) times a number in
+            [(1 - h_n) / (1 - q_n), 1]: then a budget for the sequence can be kept.
         subtracts_draft: whether recovery takes the draft's probabilities off.
     """
 
