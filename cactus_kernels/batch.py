@@ -45,15 +45,15 @@ class Batch:
         return any(self.remaining)
 
     def _next_round(self):
-        self.lengths = torch.tensor(self.length, device=self.device)
-        self.is_active = torch.tensor([r > 0 for r in self.remaining], device=self.device)
+        self.lengths = torch.tensor(self.length, dtype=torch.int64, device=self.device)
+        self.is_active = torch.tensor([r > 0 for r in self.remaining], dtype=torch.bool, device=self.device)
         # A row that may emit r more tokens has use for r - 1 drafts: the last one is recovered or the bonus.
         self.plan([min(n, max(r - 1, 0)) for n, r in zip(self.num_assistant_tokens, self.remaining, strict=True)])
 
     def plan(self, drafts):
         """Set the number of drafts of each row in this round, a list: a drafter may have fewer than it may give."""
         self.drafts = drafts
-        self.num_drafts = torch.tensor(drafts, device=self.device)
+        self.num_drafts = torch.tensor(drafts, dtype=torch.int64, device=self.device)
 
     def block(self, before: int, after: int):
         """Tokens and positions, int64 [B, before + after] each: the last `before` of each row's text and `after` drafts.
@@ -64,7 +64,7 @@ class Batch:
         if self.size == 1:
             length = self.length[0]
             return self.text[:, max(length - before, 0) : length + min(after, self.drafts[0])], None
-        j = torch.arange(-before, after, device=self.device)
+        j = torch.arange(-before, after, dtype=torch.int64, device=self.device)
         positions = self.lengths[:, None] + j
         real = (positions >= 0) & (j < self.num_drafts[:, None]) & self.is_active[:, None]
         return self.text.gather(1, positions.clamp(min=0)), positions.masked_fill(~real, -1)

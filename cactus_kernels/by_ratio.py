@@ -50,7 +50,7 @@ class ByRatio:
 
     def clip(self, form: str, strength: float):
         """b and c, [..., 1] each, of the law P = clip(p, b q, c q): with c = strength (form "cap"), c / b = strength ("price"),
-        or KL(q || P) = strength or less, where nothing that q can emit is rejected ("kl")."""
+        or KL(q || P) = strength or less, where nothing that q can emit is rejected ("kl"), or b would be below 2^-1022."""
         solve = {"cap": self._at_cap, "price": self._at_price, "kl": self._at_kl}[form]
         return solve(strength)
 
@@ -69,26 +69,43 @@ class ByRatio:
         return b, b * price
 
     def _at_kl(self, kl):
-        def excess(c):
-            b = self._lower(c)
+        # For b, of which c follows: of a b of 1e-20 there is nothing left in its c.
+        def within(b):
+            c = self._upper(b, largest)
             at_b, at_c = self._place(b, right=True), self._place(c)
             (_, q_below, log_below), (_, q_above, log_above) = _at(self.heads, at_b), _at(self.tails, at_c)
             between = self.heads[2][..., -1:] - log_below - log_above
-            return -(q_below * b.log() + between + q_above * c.log()) - kl
+            return kl + (q_below * b.log() + between + q_above * c.log())
 
         largest = torch.where(self.ratio < torch.inf, self.ratio, 1.0).amax(-1, keepdim=True).clamp(min=1)
-        c = _bisect(excess, torch.ones_like(largest), largest)
-        return self._lower(c), c
+        # At the largest c what q cannot emit is rejected, and nothing else.
+        least = self._recovering(self.tails[0][..., -1:].contiguous()).clamp(min=torch.finfo(largest.dtype).tiny)
+        b = _bisect(within, least, self._lower(torch.ones_like(largest)))
+        return b, self._upper(b, largest)
 
     def _lower(self, c):
         """The b that goes with c: what is rejected, the sum of (p - c q)+, is what recovery adds, that of (b q - p)+."""
         p_above, q_above, _ = _at(self.tails, self._place(c))
-        rejected = (p_above - c * q_above).clamp(min=0)
+        return self._recovering((p_above - c * q_above).clamp(min=0))
+
+    def _recovering(self, rejected):
+        """The b at which recovery adds what was rejected, [..., 1]."""
         # It rises from one ratio to the next, and is linear in between.
         p_below, q_below, _ = self.heads
         k = torch.searchsorted(self.ratio * q_below[..., :-1] - p_below[..., :-1], rejected)
         b = (rejected + p_below.gather(-1, k)) / q_below.gather(-1, k)
         return torch.where(k > 0, b, self.ratio[..., :1])
+
+    def _upper(self, b, largest):
+        """The c in [1, largest] that goes with b: the inverse of `_lower`."""
+        p_below, q_below, _ = _at(self.heads, self._place(b))
+        added = b * q_below - p_below
+        # What is rejected falls from one ratio to the next, and is linear in between.
+        p_above, q_above, _ = self.tails
+        rejected = p_above[..., :-1] - self.ratio * q_above[..., :-1]
+        k = torch.searchsorted(-rejected, -added)
+        c = torch.where(q_above > 0, p_above, torch.inf).gather(-1, k) - added
+        return (c / q_above.gather(-1, k)).clamp(min=1).minimum(largest)
 
 
 def _at(sums, k):

@@ -111,7 +111,8 @@ class RollbackModel:
         self.flex = config._attn_implementation == "flex_attention"
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
         self.masks = Masks(config, dtype)
-        self.counting = torch.empty(0, dtype=torch.int64)  # 0, 1, 2, … where the tokens of a single row are
+        # 0, 1, 2, … where the tokens of a single row are
+        self.counting = torch.empty(0, dtype=torch.int64, device="cpu")
 
     @torch.no_grad()
     def __call__(
@@ -161,7 +162,8 @@ class RollbackModel:
 
     def _forward(self, input_ids, positions, length, behind, logits_to_keep, inputs):
         if positions is None and self.flex:
-            positions = torch.arange(length - input_ids.shape[1], length, device=input_ids.device)[None]
+            start = length - input_ids.shape[1]
+            positions = torch.arange(start, length, dtype=torch.int64, device=input_ids.device)[None]
         if positions is None:
             mask, position_ids = self._place_last(input_ids.shape[1], length, input_ids.device)
         else:
@@ -186,7 +188,8 @@ class RollbackModel:
         self._place(positions, length)
         position_ids = positions.clamp(min=0)
         # Flex attention needs a mask in any case, and would be compiled once more for one that the model makes.
-        if not self.flex and length == T and bool((positions == torch.arange(T, device=positions.device)).all()):
+        own = torch.arange(T, dtype=torch.int64, device=positions.device)
+        if not self.flex and length == T and bool((positions == own).all()):
             self._see_own(T)
             return None, position_ids
         if self.aligned:
@@ -204,7 +207,7 @@ class RollbackModel:
         slots, start = self.slots, length - T
         self._reserve(length)
         if len(self.counting) < slots.capacity:
-            self.counting = torch.arange(slots.capacity, device=device)
+            self.counting = torch.arange(slots.capacity, dtype=torch.int64, device=device)
         slots.index = self.counting[None, None, start + 1 : length + 1, None]
         position_ids = self.counting[None, start:length]
         if start == 0:

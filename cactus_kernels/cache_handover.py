@@ -59,8 +59,8 @@ def take(model, cache, padding: list[int]) -> int:
         if not _holds(layer):
             continue
         # A layer with a sliding window holds the last columns only.
-        held = torch.arange(cached - layer.keys.shape[2], cached, device=layer.keys.device)
-        positions = held - torch.tensor(padding, device=held.device)[:, None]
+        held = torch.arange(cached - layer.keys.shape[2], cached, dtype=torch.int64, device=layer.keys.device)
+        positions = held - torch.tensor(padding, dtype=torch.int64, device=held.device)[:, None]
         model.load(i, positions.clamp(min=-1), layer.keys, layer.values, length=length)
     return length
 
@@ -79,8 +79,8 @@ def give(model, cache, padding: list[int], columns: int):
     for i, layer in enumerate(model.cache.layers):
         if not _holds(layer):
             continue  # it shares another's keys and values
-        positions = torch.arange(columns, device=layer.keys.device)
-        positions = positions - torch.tensor(padding, device=positions.device)[:, None]
+        positions = torch.arange(columns, dtype=torch.int64, device=layer.keys.device)
+        positions = positions - torch.tensor(padding, dtype=torch.int64, device=positions.device)[:, None]
         filled.update(*model.unload(i, positions.clamp(min=-1)), i)
     cache.layers = filled.layers
     return cache

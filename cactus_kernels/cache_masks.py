@@ -20,7 +20,7 @@ def visible_spans(positions: torch.Tensor, window: int | None) -> tuple[torch.Te
 def visible_slots(positions: torch.Tensor, used: int, window: int | None) -> torch.Tensor:
     """Which slots each entry attends to, bool [B, 1, T, used]: those of `visible_spans`."""
     first, last = (slots[:, None, :, None] for slots in visible_spans(positions, window))
-    slot = torch.arange(used, device=positions.device)
+    slot = torch.arange(used, dtype=torch.int64, device=positions.device)
     visible = slot <= last
     visible &= slot >= first
     return visible
@@ -37,9 +37,10 @@ def block_mask(positions: torch.Tensor, used: int, window: int | None) -> BlockM
         return (slot >= spans[zero, b, entry]) & (slot <= spans[zero + 1, b, entry])
 
     # A block more than needed, each way, since torch compiles sizes of 1 apart. Entries that are none do as the last one.
-    entries = torch.arange((T + 2 * BLOCK - 1) // BLOCK * BLOCK, device=device).clamp(max=T - 1).view(-1, BLOCK)
+    entries = torch.arange((T + 2 * BLOCK - 1) // BLOCK * BLOCK, dtype=torch.int64, device=device)
+    entries = entries.clamp(max=T - 1).view(-1, BLOCK)
     first, last = spans[:, :, None, entries, None]
-    start = torch.arange(0, used + BLOCK, BLOCK, device=device)
+    start = torch.arange(0, used + BLOCK, BLOCK, dtype=torch.int64, device=device)
     end = start + BLOCK - 1
     some = ((start <= last) & (end >= first)).any(3)
     whole = ((start >= first) & (end <= last)).all(3)
@@ -99,7 +100,7 @@ class Masks:
         known, widest, masks = self.widest.get(count == 1, (None, None, None))
         if known != count or widest < start:
             widest = start if count > MOST_KEPT else capacity
-            positions = torch.arange(widest, widest + count, device=device)[None]
+            positions = torch.arange(widest, widest + count, dtype=torch.int64, device=device)[None]
             used = widest + count + 1  # slot 0, which no token sees, is left out
             masks = {
                 n: self.form(visible_slots(positions, used, w)[..., 1:], self.dtype) for n, w in self.windows.items()
@@ -129,12 +130,12 @@ def right_aligned(positions: torch.Tensor, seen: int):
             in one.
     """
     B, T = positions.shape
-    behind = torch.arange(T - 1, -1, -1, device=positions.device)
+    behind = torch.arange(T - 1, -1, -1, dtype=torch.int64, device=positions.device)
     last = (positions + behind).masked_fill(positions < 0, -1).amax(1, keepdim=True)  # where the last column would be
     position_ids = (last - behind).clamp(min=0)
     if B == 1:
         return (lambda states, new: states[:, :, 1 : seen + 1]), None, position_ids
-    kept = last - torch.arange(seen - 1, -1, -1, device=positions.device)
+    kept = last - torch.arange(seen - 1, -1, -1, dtype=torch.int64, device=positions.device)
     is_token = (kept >= 0) & (kept <= positions.amax(1, keepdim=True))
     slots = (kept + 1).masked_fill(~is_token, 0)[:, None, :, None]
 

@@ -67,7 +67,8 @@ def fuzz_case(seed):
             draft[i, :width] = target[k, :width] * 0.8 + draft[i, :width] * 0.2
     one_hot = rng.random() < 0.2
     drawn_from = target[of_target] if one_hot else draft
-    ids = torch.multinomial(drawn_from + 1e-12, 1, generator=generator).squeeze(1) if N else torch.zeros(0).long()
+    empty = torch.zeros(0, dtype=torch.int64, device="cpu")
+    ids = torch.multinomial(drawn_from + 1e-12, 1, generator=generator).squeeze(1) if N else empty
     if N and rng.random() < 0.3:
         ids[rng.randrange(N)] = rng.choice((-1, -1, -2, V - 1, V, V_draft, max(V, V_draft), 2**31 - 1, -(2**31)))
     drafted = dict(zip(of_target, ids.tolist(), strict=True))
@@ -82,20 +83,21 @@ def fuzz_case(seed):
         draft = None
     case = {
         "rule": _rule(B, rng),
-        "seed": rng.choice(STREAMS) if rng.random() < 0.5 else torch.tensor(rng.choices(STREAMS, k=B)),
-        "offset": rng.choice(OFFSETS) if rng.random() < 0.5 else torch.tensor(rng.choices(OFFSETS, k=B)),
+        "seed": _stream(STREAMS, B, rng),
+        "offset": _stream(OFFSETS, B, rng),
     }
     if flat:
         cu = [sum(lengths[:b]) for b in range(B + 1)]
         if rng.random() < 0.1:
             cu[rng.randrange(B + 1)] = rng.choice((-1, 0, N, N + 1, 2**31 - 1))
-        case["cu_draft_tokens"] = torch.tensor(cu, dtype=rng.choice((torch.int32, torch.int64)))
+        case["cu_draft_tokens"] = torch.tensor(cu, dtype=rng.choice((torch.int32, torch.int64)), device="cpu")
         case["max_draft_tokens"] = max(lengths) + rng.choice((0, 0, 1))
     else:
         ids, target = ids.view(B, m), target.view(B, m + 1, V)
         draft = None if draft is None else draft.view(B, m, V_draft)
     if case["rule"].keeps_proportions and rng.random() < 0.3:
-        budgets = torch.tensor(rng.choices((0.0, 1e-9, 1e-3, 0.1, 0.5, 2.0, 100.0), k=B), dtype=torch.float64)
+        budgets = rng.choices((0.0, 1e-9, 1e-3, 0.1, 0.5, 2.0, 100.0), k=B)
+        budgets = torch.tensor(budgets, dtype=torch.float64, device="cpu")
         if rng.random() < 0.1:
             budgets[rng.randrange(B)] = rng.choice((-1.0, float("nan")))
         case["budget"] = budgets
@@ -180,8 +182,8 @@ def _check_signature(rule):
 def _check_body(rule, distribution):
     generator = torch.Generator().manual_seed(0)
     for V in (1, 2, 5, 50):
-        p, q = (3 * torch.randn(2, 30, V, generator=generator)).softmax(-1)
-        q[:5] *= torch.rand(5, V, generator=generator) < 0.5
+        p, q = (3 * torch.randn(2, 30, V, generator=generator, dtype=torch.float32, device="cpu")).softmax(-1)
+        q[:5] *= torch.rand(5, V, generator=generator, dtype=torch.float32, device="cpu") < 0.5
         stat = tuple(row_statistics.of_rows(name, q)[:, None] for name in rule.statistics) or None
         for n in range(V):
             q_n, p_n = q[:, n, None], p[:, n, None]
@@ -246,14 +248,14 @@ def describe(case):
 
 def _rows(count, V, rng, generator):
     """Probability rows of different kinds, fp32 [count, V]."""
-    rows = torch.empty(count, V)
+    rows = torch.empty((count, V), dtype=torch.float32, device="cpu")
     for row in rows:
         kind = rng.choice(("flat", "peaked", "sparse", "uniform", "few", "few", "certain"))
-        row.copy_(torch.rand(V, generator=generator))
+        row.copy_(torch.rand(V, generator=generator, dtype=torch.float32, device="cpu"))
         if kind == "peaked":
             row.pow_(12)
         elif kind == "sparse":
-            row.mul_(torch.rand(V, generator=generator) < 0.05)
+            row.mul_(torch.rand(V, generator=generator, dtype=torch.float32, device="cpu") < 0.05)
         elif kind == "uniform":
             row.fill_(1)
         elif kind in ("few", "certain"):
@@ -274,6 +276,13 @@ def _spoil(rows, drafted, rng):
         rows[r, rng.choice((0, V - 1, rng.randrange(V), n, n))] = rng.choice(rng.choice((BAD_PROBS, ODD_PROBS)))
 
 
+def _stream(values, B, rng):
+    """One of the values, or one for each request: int64 [B]."""
+    if rng.random() < 0.5:
+        return rng.choice(values)
+    return torch.tensor(rng.choices(values, k=B), dtype=torch.int64, device="cpu")
+
+
 def _rule(B, rng):
     if rng.random() < 0.2:
         return SpS()
@@ -287,7 +296,7 @@ def _rule(B, rng):
     values = rng.choices(values, k=B)
     if rng.random() < 0.3:
         values[rng.randrange(B)] = rng.choice(BAD_STRENGTHS)
-    return make(torch.tensor(values))
+    return make(torch.tensor(values, dtype=torch.float32, device="cpu"))
 
 
 def _strided(rows, rng):
@@ -300,6 +309,6 @@ def _strided(rows, rng):
         return rows.reshape(-1, V)[rng.randrange(rows.numel() // V)].expand(rows.shape)
     ahead = 1 if how == "misaligned" else 0
     width = -(-V // 16) * 16 if how == "padded to 16" else V + 3
-    held = torch.full((*lead, ahead + width), float("nan"), dtype=rows.dtype)
+    held = torch.full((*lead, ahead + width), float("nan"), dtype=rows.dtype, device=rows.device)
     held[..., ahead : ahead + V] = rows
     return held[..., ahead : ahead + V]

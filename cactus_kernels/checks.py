@@ -360,7 +360,7 @@ def _check_budget(budget, rule, rows, device):
 
 def _check_seed(seed, rows):
     if seed is None:
-        return int(torch.randint(-(2**63), 2**63 - 1, ()))
+        return int(torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device="cpu"))
     if isinstance(seed, bool) or not isinstance(seed, (int, list, tuple, torch.Tensor)):
         raise TypeError(f"seed must be an int, a list of ints or None, got {type(seed).__name__}")
     values = [seed] if isinstance(seed, int) else seed.tolist() if isinstance(seed, torch.Tensor) else list(seed)
@@ -372,4 +372,4 @@ def _check_seed(seed, rows):
         return seed
     if len(values) != rows:
         raise ValueError(f"seed has {len(values)} entries for {rows} rows: give one a row, or an int")
-    return torch.tensor(values, dtype=torch.int64)
+    return torch.tensor(values, dtype=torch.int64, device="cpu")

@@ -224,7 +224,7 @@ def clip_kernel(
 def compute(inputs, at=None):
     """fp32 [2, R]: b and c at the R rows of the target, 1 where not asked for. at: int32 [B], as in `clip_kernel`."""
     target, ids = inputs.target, inputs.draft_token_ids
-    out = torch.ones((2, math.prod(target.shape[:-1])), device=target.device)
+    out = torch.ones((2, math.prod(target.shape[:-1])), dtype=torch.float32, device=target.device)
     (strength,) = map(dense, inputs.rule.strengths)
     if inputs.max_draft_tokens:
         with torch.cuda.device_of(target):

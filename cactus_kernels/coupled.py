@@ -12,7 +12,8 @@ def verify(inputs, out, scratch, backend):
     if inputs.bonus_token_ids is not None:
         raise ValueError("Coupled draws the bonus token with the noise of its position: leave bonus_token_ids out")
     B, m, V, device = inputs.batch_size, inputs.max_draft_tokens, inputs.vocab_size, inputs.target.device
-    request, j = torch.arange(B, device=device)[:, None], torch.arange(m + 1, device=device)
+    request = torch.arange(B, dtype=torch.int64, device=device)[:, None]
+    j = torch.arange(m + 1, dtype=torch.int64, device=device)
     rows = inputs.target.reshape(-1, V)
 
     # 1. The drafted tokens [B, m + 1], -1 beyond each draft, and the request and position of every row of the target.

@@ -45,7 +45,7 @@ class ModelDrafter:
         tokens, positions = batch.block(max(batch.length) if self.first_round else 2, 0)
         _, draft_positions = batch.block(0, m)
         self.first_round = False
-        steps = torch.arange(m, device=batch.device)
+        steps = torch.arange(m, dtype=torch.int64, device=batch.device)
         columns = batch.lengths[:, None] + steps
         drafted = []
         for j in range(m):
@@ -76,8 +76,8 @@ class PromptLookup:
         text, lengths = batch.text[:, : max(batch.length)], batch.lengths[:, None]
         start = torch.zeros_like(lengths)  # of the continuation; 0 where there is none
         for n in range(min(self.max_ngram_size, text.shape[1] - 1), 0, -1):
-            last = text.gather(1, (lengths - n + torch.arange(n, device=batch.device)).clamp(min=0))
-            following = torch.arange(n, text.shape[1] + 1, device=batch.device)
+            last = text.gather(1, (lengths - n + torch.arange(n, dtype=torch.int64, device=batch.device)).clamp(min=0))
+            following = torch.arange(n, text.shape[1] + 1, dtype=torch.int64, device=batch.device)
             match = (text.unfold(1, n, 1) == last[:, None]).all(-1) & (following < lengths)
             whole = match & (following + batch.num_drafts[:, None] <= lengths)
             latest = (whole * following).amax(1, keepdim=True)
@@ -86,7 +86,7 @@ class PromptLookup:
             start = torch.where((start == 0) & match.any(1, keepdim=True), found, start)
         count = torch.where(start > 0, (lengths - start).minimum(batch.num_drafts[:, None]), 0)[:, 0]
         batch.plan(count.tolist())
-        j = torch.arange(max(batch.drafts), device=batch.device)
+        j = torch.arange(max(batch.drafts), dtype=torch.int64, device=batch.device)
         ids = batch.text.gather(1, start + j)
         batch.text.scatter_(1, lengths + j, ids)
         return ids.masked_fill(j >= count[:, None], -1), {}

@@ -340,7 +340,7 @@ def verify_greedy(target_token_ids, draft_token_ids) -> VerifyOutput:
     m = draft_token_ids.shape[1]
     accepted = (target_token_ids[:, :m] == draft_token_ids) & (draft_token_ids >= 0)
     num_accepted = accepted.long().cumprod(1).sum(1)
-    j = torch.arange(m + 1, device=target_token_ids.device)
+    j = torch.arange(m + 1, dtype=torch.int64, device=target_token_ids.device)
     token_ids = torch.where(j <= num_accepted[:, None], target_token_ids, -1)
     valid = target_token_ids.gather(1, num_accepted[:, None])[:, 0] >= 0
     return VerifyOutput(token_ids, num_accepted.int(), valid)

@@ -21,6 +21,7 @@ from .race_torch import CHUNK
 from .rules import Coupled, resolve_rule
 
 CHECKED = 32  # entries at which the form of a rule's recovery is looked at
+ROUNDING = 1e-13  # of sums of probabilities in float64
 
 
 def emitted(p, q, rule) -> torch.Tensor:
@@ -171,8 +172,10 @@ class Positions:
         """The mass that recovery adds to each token: the sum over n of reject_n norm((s_n q - p)+), [..., K]."""
         if (s == s[..., :1]).all():
             w = (s[..., :1] * self.q - self.p).clamp(min=0)
-            z = w.sum(-1, keepdim=True)
-            recovered, some = w * torch.where(z > 0, reject.sum(-1, keepdim=True) / z, 0.0), z > 0
+            z, total, mass = (x.sum(-1, keepdim=True) for x in (w, reject, self.p))
+            # Where what recovery adds is what was rejected, up to rounding, w is the more exact: it is a sum, not a difference.
+            same = (total * mass - z).abs() <= ROUNDING
+            recovered, some = w * torch.where(same, 1 / mass, torch.where(z > 0, total / z, 0.0)), z > 0
         else:
             recovered, some = self._by_ratio.recovered(reject, s)
         # Without a residual the token comes from h without n, which is q without n.
@@ -205,7 +208,7 @@ def _both_win(p, q):
 
     x wins both iff its noise, over max(p_y / p_x, q_y / q_x), is below that of every y: 1 / the sum of these over y.
     """
-    order = torch.where(q > 0, p / q, torch.where(p > 0, torch.inf, 0.0)).argsort(-1)
+    order = torch.where(q > 0, p / q, torch.where(p > 0, torch.inf, 0 * p)).argsort(-1)
     p_sorted, q_sorted = p.gather(-1, order), q.gather(-1, order)
     beyond = p.sum(-1, keepdim=True) - p_sorted.cumsum(-1)  # where p_y / p_x is the larger
     chance = 1 / (beyond.clamp(min=0) / p_sorted + q_sorted.cumsum(-1) / q_sorted)

@@ -7,7 +7,7 @@ and tuples of tensors and numbers. The public functions call them by themselves 
 import torch
 
 from .inputs import Inputs
-from .rules import rebuild
+from .rules import passed_on, rebuild
 from .sampling import COLUMNS, SETTINGS, RowStats, Sampling
 
 
@@ -90,7 +90,7 @@ def call_verify(inputs, backend):
     """The operator on checked `Inputs`: token_ids, num_accepted, valid."""
     stats = inputs.draft_stats
     return verify_op(
-        inputs.target, inputs.draft, inputs.draft_token_ids, inputs.rule.name, *_split(inputs.rule.strengths),
+        inputs.target, inputs.draft, inputs.draft_token_ids, passed_on(inputs.rule), *_split(inputs.rule.strengths),
         *_stream(inputs.seed), *_stream(inputs.offset), inputs.cu_draft_tokens, inputs.max_draft_tokens,
         inputs.batch_size, *_settings(inputs.sampling), *_settings(inputs.draft_sampling),
         None if stats is None else stats.packed, inputs.bonus_token_ids, inputs.row_map, backend or "",

@@ -56,7 +56,7 @@ class Streams:
         """emitted: new tokens of each row, lists. remaining: tokens each row may still get, 0 once it has ended."""
         for row, each in list(self.open.items()):
             for token in emitted[row]:
-                each.put(torch.tensor([token]))
+                each.put(torch.tensor([token], dtype=torch.int64, device="cpu"))
             if not remaining[row]:
                 self.open.pop(row).end()
 

@@ -77,7 +77,7 @@ def counter_row(offset, row):
 
 def request_seeds(seed, batch_size, device):
     """Seeds of a batch that was given one int: request r gets a Philox word pair of (seed, r). int64 [batch_size]."""
-    r = torch.arange(batch_size, device=device)
+    r = torch.arange(batch_size, dtype=torch.int64, device=device)
     r0, r1 = philox(torch.full((1,), seed, dtype=torch.int64, device=device), r, SEED, 0, 0)
     return r0 | (r1 << 32)
 

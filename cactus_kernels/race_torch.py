@@ -26,7 +26,7 @@ def chunk_sums(weights):
     """S in units of 2^-52: fp32 tensor [R, V] >= 0, on the host -> int64 array [R, ceil(V / 1024)]."""
     rows, vocab_size = weights.shape
     chunks = num_chunks(vocab_size)
-    fixed = torch.empty((rows, chunks * CHUNK), dtype=torch.int64)
+    fixed = torch.empty((rows, chunks * CHUNK), dtype=torch.int64, device="cpu")
     fixed[:, vocab_size:] = 0
     fixed[:, :vocab_size].copy_(weights * ONE)
     return fixed.view(rows, chunks, CHUNK).sum(-1).numpy()

@@ -57,7 +57,7 @@ def of_rows(statistic, q):
     name, k = statistic
     if name != "k-th largest":
         raise ValueError(f"unknown statistic {statistic!r}")
-    return q.topk(k)[0][:, -1].clamp(0, 1) if k <= q.shape[1] else torch.zeros(len(q))
+    return q.topk(k)[0][:, -1].clamp(0, 1) if k <= q.shape[1] else q.new_zeros(len(q))
 
 
 def entropy(q):

@@ -98,7 +98,8 @@ def compute(inputs):
     if not inputs.rule.statistics:
         return None
     target, names = inputs.target, inputs.rule.statistics
-    out = torch.full((len(names), math.prod(target.shape[:-1])), float("nan"), device=target.device)
+    shape = len(names), math.prod(target.shape[:-1])
+    out = torch.full(shape, float("nan"), dtype=torch.float32, device=target.device)
     N, m, V = inputs.draft_token_ids.numel(), inputs.max_draft_tokens, inputs.vocab_size
     rows = (target, dense(inputs.cu_draft_tokens), input_strides(inputs)[:2], N, m, V)
     given = dict(zip(names, out, strict=True))

@@ -146,7 +146,7 @@ class DraftSampler:
         if j not in self.noise:
             ahead = max(1, min(self.m - j, WORDS_AHEAD // (B * (race_torch.num_chunks(V) + race_torch.CHUNK))))
             self.noise = dict(enumerate(rows_torch.draft_noise(self.seed, self.offset + j, B, V, ahead), j))
-        probs = rows if self.on_host else torch.empty((B, V))
+        probs = rows if self.on_host else torch.empty((B, V), dtype=torch.float32, device="cpu")
         token_ids = torch.from_numpy(rows_torch.draw_from_probs(logits, self.settings, self.noise[j], probs))
         if self.on_host:
             return token_ids

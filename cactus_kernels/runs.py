@@ -376,6 +376,6 @@ def _run(decoding, pair, ids, sequences, seconds, stats):
     pieces = []
     stream = TextStream(pair.tokenizer, pieces.append)
     stream.put(ids)
-    stream.put(torch.tensor(token_ids))
+    stream.put(torch.tensor(token_ids, dtype=torch.int64, device="cpu"))
     stream.end()
     return Run(decoding, "".join(pieces), token_ids, seconds, stats)

@@ -38,7 +38,7 @@ class LawTest:
         self.generator = torch.Generator().manual_seed(seed)
         self.p, self.q = _law_rows(vocab_size, self.generator)
         self.rows = [x.to(device).expand(LAW_BATCH, 1, vocab_size) for x in (self.p, self.q)]
-        self.counts = torch.zeros(vocab_size, dtype=torch.int64)
+        self.counts = torch.zeros(vocab_size, dtype=torch.int64, device="cpu")
         self.batches = 0
 
     def __str__(self):
@@ -81,11 +81,11 @@ class LawTest:
 def _law_rows(vocab_size, generator):
     """Draft and target, fp32 [V]. They agree roughly, but for token 0: the draft gives it more than half and the target a
     twentieth, so that every rule here rejects it often, with an h far from q."""
-    logits = 1.5 * torch.randn(vocab_size, generator=generator)
-    noise = torch.randn(vocab_size, generator=generator)
+    logits = 1.5 * torch.randn(vocab_size, generator=generator, dtype=torch.float32, device="cpu")
+    noise = torch.randn(vocab_size, generator=generator, dtype=torch.float32, device="cpu")
     p, q = 0.45 * (logits + noise).softmax(0), 0.95 * logits[1:].softmax(0)
     p[0] += 0.55
-    return p, torch.cat([torch.tensor([0.05]), q])
+    return p, torch.cat([q.new_tensor([0.05]), q])
 
 
 @dataclass(frozen=True)

@@ -62,11 +62,11 @@ class Stats:
 
     @property
     def total_variation_bound(self) -> list[float] | None:
-        """What bounds the total variation between the law of each text of `tokens` tokens and the target's: sqrt(budget / 2).
+        """What bounds the total variation between the law of each text of `tokens` tokens and the target's: 1 - e^-budget.
 
-        By Pinsker's inequality, since the KL divergence is at most the budget. None without one.
+        Since no text is more than e^budget times as likely as under the target (docs/law.md). None without a budget.
         """
-        return None if self.budget is None else [min(1.0, math.sqrt(b / 2)) for b in self.budget]
+        return None if self.budget is None else [-math.expm1(-b) for b in self.budget]
 
     @property
     def acceptance_rate(self) -> float | None:

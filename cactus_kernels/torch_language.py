@@ -28,6 +28,9 @@ __all__ = [
 def where(condition, a, b):
     if isinstance(condition, bool):
         return a if condition else b
+    if isinstance(a, float) and isinstance(b, float):
+        # Two numbers make numbers of fp32 here, as in the other languages, and not of torch's default dtype.
+        a = condition.new_full((), a, dtype=float32)
     return torch.where(condition, a, b)
 
 

@@ -251,7 +251,7 @@ def run(inputs, out, scratch, backend, names=("target_probs", "draft_probs")) ->
     chosen = choose_backend(backend, device)
     if not B:
         return out
-    if inputs.budget is not None and not inputs.rule.strengths:  # lossless
+    if inputs.budget is not None and inputs.rule.lossless:
         out.spent.zero_()
         inputs = replace(inputs, budget=None)
     if isinstance(inputs.rule, Coupled):

@@ -303,7 +303,7 @@ def _written(logits, stats):
     inverse = stats.packed[..., INVERSE_TEMPERATURE, None]
     weights = ((logits.float() - stats.max[..., None]) * inverse).exp_()
     weights = weights.masked_fill_(logits < stats.cutoff[..., None], 0)
-    greedy = torch.arange(logits.shape[-1], device=logits.device) == stats.argmax[..., None]
+    greedy = torch.arange(logits.shape[-1], dtype=torch.int64, device=logits.device) == stats.argmax[..., None]
     return torch.where(inverse == 0, greedy.float(), weights).mul_(stats.norm[..., None])
 
 
@@ -318,7 +318,8 @@ def _read(inputs, out, launch):
     if rule.solved == "drafted":
         return clip_triton.compute(inputs)
     # What is accepted does not depend on b: find the rejected rows first.
-    launch(replace(inputs, rule=Capped(rule.cap)))
+    (cap,) = rule.strengths
+    launch(replace(inputs, rule=Capped(cap if isinstance(cap, torch.Tensor) else max(cap, 1.0))))
     return clip_triton.compute(inputs, at=out.num_accepted.contiguous())
 
 

@@ -104,6 +104,17 @@ class Mixture(Rule):
     strengths = (0.5, torch.ones(2))
 
 
+class Fixed(Rule):
+    """A rule of a user's own, without a strength."""
+
+    name = "fixed"
+    keeps_proportions = True
+
+    @staticmethod
+    def h(q, q_n, p_n, is_drafted, stat):
+        return m.where(is_drafted, m.minimum(1.5 * q_n, 1.0), q)
+
+
 def ways():
     """Inputs of other kinds, by name: what the interpreter takes and the compiler may refuse."""
     numbers, few = torch.zeros(2, dtype=torch.int64), torch.tensor([0, 3, 3], dtype=torch.int32)
@@ -127,6 +138,7 @@ def ways():
         "two statistics, flat": Inputs(**flat | {"rule": Typical()}),
         "solved where rejected": Inputs(**padded | {"rule": Optimal(cap=torch.full((2,), 1.5))}),
         "a budget": Inputs(**padded | {"rule": AdaptiveCactus(0.5), "budget": torch.ones(2).double()}),
+        "a budget, no strength": Inputs(**padded | {"rule": Fixed(), "budget": torch.ones(2).double()}),
         "two dtypes and two sizes": Inputs(**padded | {"target": q[..., :50_000].bfloat16()}),
         "no drafts": rows._inputs(q[:, 0], 5, numbers),
         "one token, one request": Inputs(

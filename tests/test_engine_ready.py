@@ -268,3 +268,28 @@ def test_a_whole_graph_compiles_and_gives_the_same():
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for expected, got in zip(step(x, d, ids, seed), compiled(x, d, ids, seed), strict=True):
         assert torch.equal(expected, got)
+
+
+def half_h(q, q_n, p_n, is_drafted, stat, delta):
+    return 0.5 * q
+
+
+class Half(Cactus):
+    """Of the name and strength of `Cactus`, and another body."""
+
+    h = staticmethod(half_h)
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_rule_of_ones_own_is_refused_while_compiling(fullgraph):
+    x, d, ids = batch(B=20, m=2, V=30)
+
+    def step(x, d, ids, rule):
+        return verify(x.softmax(-1), d.softmax(-1), ids, rule, seed=4, offset=3).num_accepted
+
+    torch.compiler.reset()
+    compiled = torch.compile(step, fullgraph=fullgraph, backend="aot_eager")
+    own, cactus = (step(x, d, ids, rule) for rule in (Half(1.0), Cactus(1.0)))
+    assert own.sum() < cactus.sum() and torch.equal(compiled(x, d, ids, Cactus(1.0)), cactus)
+    with pytest.raises(ValueError, match="of the package, got cactus of the class Half"):
+        compiled(x, d, ids, Half(1.0))

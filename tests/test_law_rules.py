@@ -103,6 +103,23 @@ def test_mentored_keeps_its_budget(kl):
     assert spent > 30 or kl == 0
 
 
+@pytest.mark.parametrize("some", [0.1, 1e-2, 1e-3, 1e-4])
+def test_mentored_where_b_is_tiny(some):
+    """Two tokens, p = (1, 0): KL(q || P) = kl down to the least b that float64 has, also where 1 - c q is 0 in it."""
+    p, q = torch.tensor([[1.0, 0.0], [1 - some, some]], dtype=torch.float64)
+    for kl in (0.01, 0.03, 0.1, 0.3, 1.0, 3.0):
+        P = law.emitted(p, q, Mentored(kl))
+        log_b = -(f(kl) - (1 - some) * np.log1p(-some)) / some  # where b some is nothing beside 1
+        found = law.divergences(P, q).kl_reverse
+        if log_b > -700:
+            assert found == pytest.approx(f(kl), rel=1e-9)
+            assert log_b > -20 or P[1].log().item() == pytest.approx(np.log(some) + log_b, rel=1e-6)
+        else:
+            assert 600 * some < found < f(kl)
+    if some == 1e-3:
+        assert law.divergences(law.emitted(p, q, Mentored(1.0)), q).kl_reverse == pytest.approx(0.707, abs=5e-4)
+
+
 def race(weights, chunk_noise, token_noise, chunk):
     """The tokens drawn by the two-level race, for noise [draws, C] and [draws, chunk]."""
     padded = np.pad(weights, (0, -len(weights) % chunk)).reshape(-1, chunk)

@@ -1,5 +1,6 @@
 """Every rule through verification: its law, that an error in its recovery shows, what its constructor refuses."""
 
+import ast
 import importlib
 import re
 from pathlib import Path
@@ -33,6 +34,8 @@ from cactus_kernels.rules import (
     resolve_rule,
     table,
 )
+from cactus_kernels.rules.cactus import cactus_h
+from cactus_kernels.rules.clipped import optimal_cap_h
 from cactus_kernels.rules.elementary import exp, log
 from cactus_kernels.rules.thresholds import typical_h
 from cactus_kernels.verify import verify, verify_from_logits
@@ -469,7 +472,7 @@ def test_texts_within_a_budget_follow_their_exact_law(count):
     assert exact.chi_square_p_value(np.bincount(codes, minlength=125), expected) > exact.FALSE_ALARM
     assert max(np.log(mass / of_target[text]) for text, mass in law.items() if mass) <= 0.4 + 1e-9
     assert 0 < np.mean(out.stats.spent) < 0.4 and max(out.stats.spent) <= 0.4 and min(out.stats.spent) >= 0
-    assert out.stats.total_variation_bound[0] == pytest.approx(0.2**0.5)
+    assert out.stats.total_variation_bound[0] == pytest.approx(1 - np.exp(-0.4))
 
 
 @pytest.mark.parametrize(
@@ -487,6 +490,76 @@ def test_budgets_are_refused(budget, rule, error, says):
     target, draft = table_pair(5)
     with pytest.raises(error, match=says):
         speculative_generate(target, torch.ones(2, 1).long(), assistant_model=draft, rule=rule, budget=budget)
+
+
+def fixed_h(q, q_n, p_n, is_drafted, stat):
+    return cactus_h(q, q_n, p_n, is_drafted, stat, 1.0)
+
+
+class Fixed(Rule):
+    """`Cactus(1)`, its strength in the body."""
+
+    name = "fixed"
+    keeps_proportions = True
+    h = staticmethod(fixed_h)
+
+
+@pytest.mark.parametrize(("backend", "count"), [("torch", 400), ("triton", 6)])
+def test_a_rule_without_strengths_keeps_its_budget(backend, count, device):
+    device = device if backend == "triton" else "cpu"
+    p, q = (x.to(device) for x in pair(37))
+    ids = torch.multinomial(p.expand(3 * count, 37), 1, generator=torch.Generator(device).manual_seed(0)).view(count, 3)
+    p, q = p.expand(count, 3, 37), q.expand(count, 4, 37)
+    options = {"seed": 1, "offset": 0, "backend": backend}
+    none, some = (torch.full((count,), x, dtype=torch.float64, device=device) for x in (0.0, 0.5))
+    assert (
+        verify(q, p, ids, Fixed(), **options).num_accepted.sum()
+        > verify(q, p, ids, "sps", **options).num_accepted.sum()
+    )
+    out = verify(q, p, ids, Fixed(), budget=none, **options)
+    assert torch.equal(out.token_ids, verify(q, p, ids, "sps", **options).token_ids) and not out.spent.any()
+    out, expected = (verify(q, p, ids, rule, budget=some, **options) for rule in (Fixed(), Cactus(1.0)))
+    assert torch.equal(out.token_ids, expected.token_ids) and torch.equal(out.spent, expected.spent)
+    assert out.spent.any()
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_which_rules_are_lossless(name):
+    assert resolve_rule(name).lossless is (name in ("sps", "coupled"))
+
+
+class Solved(Rule):
+    """`Optimal(cap=1.5)` with no more than `Rule` declares."""
+
+    name, solved, form = "solved", "rejected", "cap"
+    strengths = (1.5,)
+    h = staticmethod(optimal_cap_h)
+
+
+@pytest.mark.parametrize(("backend", "count"), [("torch", 400), ("triton", 6)])
+def test_a_solved_rule_of_ones_own(backend, count, device):
+    device = device if backend == "triton" else "cpu"
+    p, q = (x.to(device) for x in pair(37))
+    ids = torch.multinomial(p.expand(count, 37), 1, generator=torch.Generator(device).manual_seed(0))
+    p, q = p.expand(count, 1, 37), q.expand(count, 2, 37)
+    out, expected = (verify(q, p, ids, r, seed=1, offset=0, backend=backend) for r in (Solved(), Optimal(cap=1.5)))
+    assert torch.equal(out.token_ids, expected.token_ids) and 0 < out.num_accepted.sum() < count
+
+
+CORE = (
+    "verify", "verify_torch", "verify_triton", "clip", "clip_triton", "row_statistics", "row_statistics_triton", "coupled",
+    "inputs", "law", "ops", "stats",
+)  # fmt: skip
+
+
+def test_what_is_read_of_a_rule_is_declared():
+    def is_rule(x):
+        return (isinstance(x, ast.Name) and x.id == "rule") or (isinstance(x, ast.Attribute) and x.attr == "rule")
+
+    package = Path(check.__file__).parent
+    nodes = [x for name in CORE for x in ast.walk(ast.parse((package / f"{name}.py").read_text()))]
+    read = {x.attr for x in nodes if isinstance(x, ast.Attribute) and is_rule(x.value)}
+    assert {"strengths", "h", "solved", "form", "lossless"} <= read <= Rule.__annotations__.keys() | {"strengths"}
 
 
 # -- what is refused

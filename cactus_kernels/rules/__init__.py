@@ -31,6 +31,7 @@ __all__ = [
     "cap",
     "given",
     "m",
+    "passed_on",
     "rebuild",
     "resolve_rule",
     "spend",
@@ -62,6 +63,7 @@ RULES = {
     "top-k": _top_k,
     "coupled": Coupled,
 }
+CLASSES = {name: type(make()) for name, make in RULES.items()}
 
 
 def table() -> str:
@@ -115,8 +117,16 @@ def resolve_rule(rule) -> Rule:
     raise TypeError(f"rule must be a Rule or its name, got {type(rule).__name__}")
 
 
+def passed_on(rule: Rule) -> str:
+    """The name from which, with its strengths, `rebuild` makes the rule again; of a rule that is not the package's own,
+    one that `rebuild` refuses."""
+    return rule.name if CLASSES.get(rule.name) is type(rule) else f"{rule.name} of the class {type(rule).__name__}"
+
+
 def rebuild(name: str, strengths) -> Rule:
-    """A rule of the package from its name and its strengths. Raises ValueError for another one."""
+    """A rule of the package from what `passed_on` gave and its strengths. Raises ValueError for another one."""
     if name not in RULES:
-        raise ValueError(f"torch.compile takes the rules {', '.join(RULES)}, got {name!r}: call verify outside of it")
+        raise ValueError(
+            f"torch.compile takes the rules {', '.join(RULES)} of the package, got {name}: call verify outside of it"
+        )
     return RULES[name](*strengths)

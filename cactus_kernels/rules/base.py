@@ -12,7 +12,7 @@ import torch
 
 
 class Rule:
-    """An acceptance rule: a body `h`, its strengths, and the statistics of the target row that it reads.
+    """An acceptance rule: a body `h`, its strengths, and what it reads of the rows. Nothing else of it is looked at.
 
     The body `h(q, q_n, p_n, is_drafted, stat, *strengths)` is a plain module-level function over `m`:
 
@@ -30,9 +30,13 @@ class Rule:
         statistics: names of row statistics, see `cactus_kernels.row_statistics`.
         solved: "drafted" or "rejected": which row pairs `cactus_kernels.clip` is solved for before the body sees them; its
             `stat` is then (b, c). Of the drafted ones, only where u * p_n >= q_n: since c >= 1, the others are accepted, and
-            have b = c = 1. None: not solved.
-        keeps_proportions: whether h_n >= q_n wherever p_n > q_n, and r(x) is q(x) times a number in [(1 - h_n) / (1 - q_n), 1]:
-            then a budget for the sequence can be kept.
+            have b = c = 1. Of the rejected ones b alone is new to the body: h_n must be min(c q_n, 1), as that of `Capped`.
+            None: not solved.
+        form: what the one strength of a rule that is solved means: "cap" is c, "price" is c / b, "kl" is KL(q || P) in nats.
+            "rejected" needs "cap". None: not solved.
+        lossless: whether what is emitted follows the target whatever the draft, so that nothing of a budget is ever spent.
+        keeps_proportions: whether h_n >= min(p_n, q_n), and wherever p_n > q_n, r(x) is q(x) times a number in
+            [(1 - h_n) / (1 - q_n), 1]: then a budget for the sequence can be kept.
         subtracts_draft: whether recovery takes the draft's probabilities off.
     """
 
@@ -40,6 +44,8 @@ class Rule:
     h: staticmethod
     statistics: tuple = ()
     solved: str | None = None
+    form: str | None = None
+    lossless: bool = False
     keeps_proportions: bool = False
     subtracts_draft: bool = True
 

@@ -28,18 +28,30 @@ def cap(left):
     return m.maximum(exp(nats * 0.9999998) * 0.999999, 1.0)
 
 
-def within_h(q, q_n, p_n, is_drafted, stat, strength):
-    # The cap is the last statistic. Off n, h gets back the mass that h_n lost to it.
-    h_n = m.minimum(inner(q_n, q_n, p_n, True, stat, strength), q_n * stat[-1])
+def kept_within(q, q_n, is_drafted, h_n, r, most):
+    # Off n, h gets back the mass that h_n lost.
+    h_n = m.minimum(h_n, q_n * most)
     scale = m.div_rn(1.0 - h_n, m.where(q_n < 1.0, 1.0 - q_n, 1.0))
-    return m.where(is_drafted, h_n, m.maximum(inner(q, q_n, p_n, False, stat, strength), q * scale))
+    return m.where(is_drafted, h_n, m.maximum(r, q * scale))
 
 
-def inner(q, q_n, p_n, is_drafted, stat, strength):
+def within_h(q, q_n, p_n, is_drafted, stat, strength):
+    h_n, r = inner(q_n, q_n, p_n, True, stat, strength), inner(q, q_n, p_n, False, stat, strength)
+    return kept_within(q, q_n, is_drafted, h_n, r, stat[-1])
+
+
+def within_fixed_h(q, q_n, p_n, is_drafted, stat):
+    h_n, r = inner(q_n, q_n, p_n, True, stat), inner(q, q_n, p_n, False, stat)
+    return kept_within(q, q_n, is_drafted, h_n, r, stat[-1])
+
+
+def inner(q, q_n, p_n, is_drafted, stat, *strengths):
     raise NotImplementedError("`within` puts the body of a rule here")
 
 
 @cache
 def within(body):
-    """The body of a rule with h_n at most the last statistic times q_n; the same object each time."""
-    return FunctionType(within_h.__code__, {**within_h.__globals__, "inner": body}, "within_h")
+    """The body of a rule with no strength or one, and with h_n at most the last statistic times q_n; the same object each
+    time."""
+    outer = within_fixed_h if body.__code__.co_argcount == within_fixed_h.__code__.co_argcount else within_h
+    return FunctionType(outer.__code__, {**outer.__globals__, "inner": body}, outer.__name__)

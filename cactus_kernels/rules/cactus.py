@@ -72,6 +72,7 @@ class SpS(Rule):
     """
 
     name = "sps"
+    lossless = True
     keeps_proportions = True
     h = staticmethod(sps_h)
 

@@ -21,3 +21,4 @@ class Coupled(Rule):
     """
 
     name = "coupled"
+    lossless = True

@@ -43,8 +43,8 @@ class Typical(Rule):
     Raises:
         ValueError, TypeError: as for `Cactus`.
 
-    Source: Cai et al. 2024 (Medusa, arXiv 2401.10774) for the criterion; vLLM's typical acceptance sampler (releases before
-    0.8) for the recovered token and for alpha = sqrt(epsilon) by default. vLLM adds 1e-5 inside its logarithm.
+    Source: Cai et al. 2024 (Medusa, arXiv 2401.10774) for the criterion; vLLM's typical acceptance sampler (removed in July
+    2025) for the recovered token and for alpha = sqrt(epsilon) by default. vLLM added 1e-5 inside its logarithm.
     """
 
     epsilon: float | torch.Tensor = 0.09

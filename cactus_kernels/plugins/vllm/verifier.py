@@ -143,7 +143,7 @@ class InvalidCount:
     def __init__(self, device, interval):
         self.interval = interval
         self.total = torch.zeros(1, dtype=torch.int64, device=device)
-        self.seen = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.seen = torch.zeros(1, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self.logged, self.due = 0, time.monotonic() + interval
 
     def log(self):
