@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cactus_kernels.rules import AdaptiveCactus, Cactus, Capped, Interpolation, Optimal, Rule, SpS, TopK, Typical, m
+from cactus_kernels.testing import fuzz
 from cactus_kernels.testing import rule as rule_check
 from cactus_kernels.testing.rule import check_rule
 
@@ -23,11 +24,14 @@ class Own(Rule):
         self.h = h
 
 
-def test_check_rule():
-    for rule in (SpS(), Cactus(0.3), Cactus(0.3, "kl"), AdaptiveCactus(0.3)):
-        check_rule(rule, cases=2)
+def test_check_rule(monkeypatch):
+    # Batches of few tokens, with drafts: the interpreter is slow.
+    monkeypatch.setattr(rule_check, "fuzz_case", lambda number: fuzz.fuzz_case((7, 1)[number]))
+    check_rule(Cactus(0.3), cases=2)
+    for rule in (SpS(), Cactus(0.3, "kl"), AdaptiveCactus(0.3)):
+        check_rule(rule, cases=1)
     for rule in (Capped(2.0), Interpolation(0.3), Typical(0.2), TopK(3), Optimal(cap=1.5)):
-        check_rule(rule, distribution=False, cases=2)
+        check_rule(rule, distribution=False, cases=1)
     check_rule(Own(too_much_h), distribution=False, cases=0)
     with pytest.raises(ValueError, match="must sum to 1"):
         check_rule(Own(too_much_h))
