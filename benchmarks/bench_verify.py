@@ -30,8 +30,9 @@ from rich.console import Console
 from verify_report import notes, plot, table
 
 from cactus_kernels import Cactus, RowStats, SpS, VerifyOutput, row_stats, verify, verify_from_logits
-from cactus_kernels.environment import environment
-from cactus_kernels.frontier_report import check_plot, check_writable, replacing
+from cactus_kernels.tools.environment import describe_environment
+from cactus_kernels.tools.files import check_writable, replacing
+from cactus_kernels.tools.frontier_report import check_plot
 
 DELTA = 0.05
 OURS = {PROBS: "verify", LOGITS: "verify_from_logits"}
@@ -159,7 +160,7 @@ def run(cases, dtype, device, rounds=11, progress=lambda text: None) -> dict:
     lines, skipped = [], [case for case in cases if not case.fits(dtype, device)]
     cases = [case for case in cases if case not in skipped]
     report = {
-        "benchmark": "verify", "environment": environment(), "device": str(device), "threads": torch.get_num_threads(),
+        "benchmark": "verify", "environment": describe_environment(), "device": str(device), "threads": torch.get_num_threads(),
         "dtype": str(dtype).removeprefix("torch."), "delta": DELTA, "copy_bytes_a_second": measure.copy_bandwidth(device),
         "two_empty_launches_seconds": measure.two_empty_launches() if on_gpu else None,
         "not_installed": [peer.name for peer in PEERS if not peer.is_installed], "do_not_fit": [str(c) for c in skipped],

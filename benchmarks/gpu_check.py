@@ -30,8 +30,8 @@ from rich.table import Table
 from verify_report import notes, table
 
 from cactus_kernels import Cactus, SampleOutput, Sampling, VerifyOutput, sample, verify, verify_from_logits
-from cactus_kernels.environment import environment
-from cactus_kernels.frontier_report import check_writable, replacing
+from cactus_kernels.tools.environment import describe_environment
+from cactus_kernels.tools.files import check_writable, replacing
 
 RESULTS = Path(__file__).parent / "results"
 REHEARSED = [Case(PROBS, 2, 2, 1500), Case(LOGITS, 2, 2, 1500)]
@@ -168,7 +168,7 @@ def main(arguments=None) -> int:
         parser.error(str(error))
     results, start = Results(out), time.perf_counter()
 
-    found = environment() | {"device": name, "driver": "none" if args.rehearse else driver()}
+    found = describe_environment() | {"device": name, "driver": "none" if args.rehearse else driver()}
     versions = ", ".join(f"{key} {found[key]}" for key in ("driver", "torch", "triton", "transformers", "python"))
     results.add("environment", found, f"{name}: {versions}", f"cactus_kernels {found['cactus_kernels']}")
 

@@ -1,7 +1,7 @@
 """The kernels on a device against the torch reference on the host and against plain accounts: the cases of gpu_check.
 
-From probabilities every bit must be the same (`cactus_kernels.check`). From logits every decision must be that of a float64
-account, near-ties excepted (tests/logit_cases.py). Most of the time goes into compiling: nearly every case is another
+From probabilities every bit must be the same (`cactus_kernels.testing.parity`). From logits every decision must be that of a
+float64 account, near-ties excepted (tests/logit_cases.py). Most of the time goes into compiling: nearly every case is another
 specialisation of a kernel. So cases are shared out among processes.
 """
 
@@ -32,8 +32,9 @@ from logit_cases import (  # noqa: E402 (where it is found is said above)
     warped,
 )
 
-from cactus_kernels import Cactus, Sampling, check, draw  # noqa: E402
+from cactus_kernels import Cactus, Sampling, draw  # noqa: E402
 from cactus_kernels.rules import RULES, resolve_rule  # noqa: E402
+from cactus_kernels.testing import fuzz, parity  # noqa: E402
 
 BUDGETED = ("sps", "cactus", "adaptive", "capped", "interpolation")
 LARGE = (151_936, 50_257, 128_256)
@@ -66,30 +67,30 @@ class Tally:
 
 
 def from_probabilities(number, device):
-    return check.parity(check.fuzz_case(number), second=("triton", device)), False
+    return parity.difference(fuzz.fuzz_case(number), second=("triton", device)), False
 
 
 def by_rule(number, device):
     """Each rule in turn, with its default strength."""
     names = list(RULES)
     name = names[5 * number % len(names)]
-    case = check.fuzz_case(3 + number // len(names)) | {"rule": resolve_rule(name)}
+    case = fuzz.fuzz_case(3 + number // len(names)) | {"rule": resolve_rule(name)}
     case.pop("budget", None)
-    return check.parity(case, second=("triton", device)), False
+    return parity.difference(case, second=("triton", device)), False
 
 
 def with_budget(number, device):
-    case = check.fuzz_case(number) | {"rule": resolve_rule(BUDGETED[number % len(BUDGETED)])}
+    case = fuzz.fuzz_case(number) | {"rule": resolve_rule(BUDGETED[number % len(BUDGETED)])}
     cu = case.get("cu_draft_tokens")
     B = len(case["draft_token_ids"]) if cu is None else len(cu) - 1
     case["budget"] = torch.rand(B, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
-    return check.parity(case, second=("triton", device)), False
+    return parity.difference(case, second=("triton", device)), False
 
 
 def large(number, device):
     """From probabilities, whole vocabularies: many chunks in a split and, for few requests, many splits."""
     V, B, m = LARGE[number % 3], (1, 40, 3)[number // 3 % 3], 4
-    dtype = check.DTYPES[number % len(check.DTYPES)]
+    dtype = fuzz.DTYPES[number % len(fuzz.DTYPES)]
     generator = torch.Generator().manual_seed(number)
     logits = 3 * torch.randn(B, m + 1, V, generator=generator)
     p = (logits[:, :m] + torch.randn(B, m, V, generator=generator)).softmax(-1)
@@ -97,15 +98,15 @@ def large(number, device):
         "target_probs": logits.softmax(-1).to(dtype), "draft_probs": p.to(dtype), "rule": Cactus(0.05),
         "draft_token_ids": torch.multinomial(p.view(-1, V), 1, generator=generator).view(B, m), "seed": number, "offset": 7,
     }  # fmt: skip
-    return check.parity(case, second=("triton", device)), False
+    return parity.difference(case, second=("triton", device)), False
 
 
 def drawn_from_probabilities(number, device):
     rng, generator = random.Random(number), torch.Generator().manual_seed(number)
     probs = torch.rand(6, rng.choice((1, 7, 1025, 3000, 9000)), generator=generator) ** 8
     probs[4], probs[5, -1] = 0, float("nan")
-    probs = probs.to(rng.choice(check.DTYPES))
-    seed, offset = torch.tensor(rng.choices(check.STREAMS, k=6)), torch.tensor(rng.choices(check.OFFSETS, k=6))
+    probs = probs.to(rng.choice(fuzz.DTYPES))
+    seed, offset = torch.tensor(rng.choices(fuzz.STREAMS, k=6)), torch.tensor(rng.choices(fuzz.OFFSETS, k=6))
     expected = draw(probs, seed=seed, offset=offset, backend="torch")
     got = draw(probs.to(device), seed=seed.to(device), offset=offset.to(device), backend="triton")
     if torch.equal(expected.token_ids, got.token_ids.cpu()) and torch.equal(expected.valid, got.valid.cpu()):

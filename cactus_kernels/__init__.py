@@ -1,37 +1,52 @@
 """Speculative sampling for large language models: Cactus and SpS verification in one launch, and the loop around it."""
 
+import sys
 from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from . import law
-from .rows import SampleOutput, draw, row_stats, sample
-from .rules import (
-    AdaptiveCactus,
-    Cactus,
-    Capped,
-    Coupled,
-    Interpolation,
-    Lenience,
-    Mentored,
-    Optimal,
-    Rule,
-    SpS,
-    TopK,
-    Typical,
-)
-from .sampling import RowStats, Sampling
-from .stats import Stats
-from .verify import VerifyOutput, verify, verify_from_logits
+if TYPE_CHECKING:
+    from . import law
+    from .drafters import skip_layers
+    from .generate import SpeculativeOutput, custom_generate, speculative_generate
+    from .rows import SampleOutput, draw, row_stats, sample
+    from .rules import (
+        AdaptiveCactus,
+        Cactus,
+        Capped,
+        Coupled,
+        Interpolation,
+        Lenience,
+        Mentored,
+        Optimal,
+        Rule,
+        SpS,
+        TopK,
+        Typical,
+    )
+    from .sampling import RowStats, Sampling
+    from .stats import Stats
+    from .tools.pair import embedded_pair
+    from .verify import VerifyOutput, verify, verify_from_logits
 
 __version__ = "0.1.0"
 
-# These need transformers, which takes seconds to import: loaded when first asked for.
-_LAZY = {
-    "SpeculativeOutput": "generate",
-    "custom_generate": "generate",
-    "embedded_pair": "assets",
-    "skip_layers": "drafters",
-    "speculative_generate": "generate",
-}
+# Where the public names are. Each module is loaded when one of its names is first asked for: torch takes a second to import,
+# transformers several more.
+_HOMES = {
+    "drafters": ("skip_layers",),
+    "generate": ("SpeculativeOutput", "custom_generate", "speculative_generate"),
+    "rows": ("SampleOutput", "draw", "row_stats", "sample"),
+    "rules": (
+        "AdaptiveCactus", "Cactus", "Capped", "Coupled", "Interpolation", "Lenience", "Mentored", "Optimal", "Rule",
+        "SpS", "TopK", "Typical",
+    ),
+    "sampling": ("RowStats", "Sampling"),
+    "stats": ("Stats",),
+    "tools.pair": ("embedded_pair",),
+    "verify": ("VerifyOutput", "verify", "verify_from_logits"),
+}  # fmt: skip
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "AdaptiveCactus",
@@ -65,11 +80,28 @@ __all__ = [
 ]
 
 
-def __getattr__(name):
-    if name in _LAZY:
-        return getattr(import_module(f".{_LAZY[name]}", __name__), name)
+def __getattr__(name: str) -> Any:
+    if name == "law":
+        return import_module(".law", __name__)
+    if name in _HOME_OF:
+        return getattr(import_module(f".{_HOME_OF[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """Keeps `verify` the function, where importing the module of that name would put the module."""
+
+    @property
+    def verify(self):
+        return __getattr__("verify")
+
+    @verify.setter
+    def verify(self, module):
+        pass
+
+
+sys.modules[__name__].__class__ = _Package

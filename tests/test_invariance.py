@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cactus_kernels import Cactus, VerifyOutput, check, rules, verify_torch
+from cactus_kernels import Cactus, VerifyOutput, rules, verify_torch
 from cactus_kernels.rows import _inputs as draw_inputs
 from cactus_kernels.rules import Rule, SpS
+from cactus_kernels.testing import parity
+from cactus_kernels.testing.fuzz import DTYPES
 from cactus_kernels.verify import Inputs
 
 triton = pytest.importorskip("triton")
@@ -38,12 +40,12 @@ def batch(V=V, B=4, m=3, dtype=torch.float32, rule=None, seed=0):
 
 def run(inputs, device="cpu", scratch=None, backend=verify_triton, **options):
     """Verified into poisoned outputs; they come back to the CPU."""
-    fields = {name: check.to_device(getattr(inputs, name), device) for name in inputs.__dataclass_fields__}
+    fields = {name: parity.to_device(getattr(inputs, name), device) for name in inputs.__dataclass_fields__}
     inputs = Inputs(**fields)
     B, width = inputs.batch_size, inputs.max_draft_tokens + 1
     out = VerifyOutput(
-        torch.full((B, width), check.POISON, dtype=inputs.draft_token_ids.dtype, device=device),
-        torch.full((B,), check.POISON, dtype=torch.int32, device=device),
+        torch.full((B, width), parity.POISON, dtype=inputs.draft_token_ids.dtype, device=device),
+        torch.full((B,), parity.POISON, dtype=torch.int32, device=device),
         torch.zeros(B, dtype=torch.bool, device=device),
     )
     backend.verify(inputs, out, scratch, **options)
@@ -73,7 +75,7 @@ def test_splits_and_warps(splits, num_warps, device):
     assert_same(reference(inputs), run(inputs, device, splits=splits, num_warps=num_warps))
 
 
-@pytest.mark.parametrize("dtype", check.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_warps", [2, 16])
 def test_warps_by_dtype(dtype, num_warps, device):
     inputs = batch(V=9000, dtype=dtype, rule=Cactus(0.1))
@@ -221,7 +223,7 @@ def test_a_bad_scratch_is_refused(scratch, error, words, device):
 
 
 @pytest.mark.parametrize("layout", ["padded to 16", "padded by 3", "misaligned", "transposed"])
-@pytest.mark.parametrize("dtype", check.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_strides_of_rows(layout, dtype, device):
     inputs = batch(V=2051, dtype=dtype)
 
@@ -245,10 +247,10 @@ def test_strides_of_the_rest(device):
     """Ids, seeds, offsets, strengths and outputs with strides; nothing between their elements is written to."""
     inputs = batch(V=1500, rule=Cactus(torch.tensor([0.0, 0.1, 0.2, 3.0])))
     expected = reference(inputs)
-    inputs = Inputs(**{n: check.to_device(getattr(inputs, n), device) for n in inputs.__dataclass_fields__})
+    inputs = Inputs(**{n: parity.to_device(getattr(inputs, n), device) for n in inputs.__dataclass_fields__})
 
     def every_third(x):
-        held = torch.full((*x.shape, 3), check.POISON, dtype=x.dtype, device=device)
+        held = torch.full((*x.shape, 3), parity.POISON, dtype=x.dtype, device=device)
         held[..., 1] = x
         return held[..., 1]
 
@@ -256,18 +258,18 @@ def test_strides_of_the_rest(device):
     inputs = replace(
         inputs, rule=Cactus(every_third(inputs.rule.delta)), **{n: every_third(getattr(inputs, n)) for n in names}
     )
-    held = [torch.full((4, 9), check.POISON, device=device, dtype=t) for t in (torch.int64, torch.int32)]
+    held = [torch.full((4, 9), parity.POISON, device=device, dtype=t) for t in (torch.int64, torch.int32)]
     held.append(torch.ones((4, 2), dtype=torch.bool, device=device))
     out = VerifyOutput(held[0][:, 1::2], held[1][:, 4], held[2][:, 0])
     verify_triton.verify(inputs, out, None)
     assert_same(expected, VerifyOutput(out.token_ids.cpu(), out.num_accepted.cpu(), out.valid.cpu()))
-    assert (held[0][:, ::2] == check.POISON).all() and held[2][:, 1].all()
-    assert (held[1][:, [0, 1, 2, 3, 5, 6, 7, 8]] == check.POISON).all()
+    assert (held[0][:, ::2] == parity.POISON).all() and held[2][:, 1].all()
+    assert (held[1][:, [0, 1, 2, 3, 5, 6, 7, 8]] == parity.POISON).all()
 
 
 def test_inputs_are_never_written_to(device):
     inputs = batch(V=1500, rule=Cactus(torch.tensor([0.0, 0.1, 0.2, 3.0])))
-    inputs = Inputs(**{n: check.to_device(getattr(inputs, n), device) for n in inputs.__dataclass_fields__})
+    inputs = Inputs(**{n: parity.to_device(getattr(inputs, n), device) for n in inputs.__dataclass_fields__})
     tensors = [x for x in (*vars(inputs).values(), inputs.rule.delta) if isinstance(x, torch.Tensor)]
     before = [x.clone() for x in tensors]
     run(inputs, device)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from cactus_kernels import Cactus, SpS, VerifyOutput, check, draw, philox, rules, verify
+from cactus_kernels import Cactus, SpS, VerifyOutput, draw, philox, rules, verify
 from cactus_kernels.rules import Rule
+from cactus_kernels.testing import fuzz, parity
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -35,7 +36,7 @@ def assert_same(expected, got):
 )
 def test_fuzzed_cases_are_the_same_in_every_bit(start, device):
     for seed in range(start, start + CASES_A_TEST):
-        difference = check.parity(check.fuzz_case(seed), ("torch", "cpu"), ("triton", str(device)))
+        difference = parity.difference(fuzz.fuzz_case(seed), ("torch", "cpu"), ("triton", str(device)))
         assert difference is None, f"case {seed}: {difference}"
 
 
@@ -44,8 +45,8 @@ def test_the_fuzzed_cases_reach_every_branch():
     seen = dict.fromkeys(("bonus", "recovered", "invalid", "accepted some", "no residual", "one-hot", "ended early"), 0)
     kinds = set()
     for seed in range(CASES):
-        case = check.fuzz_case(seed)
-        out = check.run_case(case, "torch")
+        case = fuzz.fuzz_case(seed)
+        out = parity.run_case(case, "torch")
         ids, draft, cu = case["draft_token_ids"], case["draft_probs"], case.get("cu_draft_tokens")
         kinds.add((case["target_probs"].dtype, None if draft is None else draft.dtype))
         seen["one-hot"] += draft is None
@@ -67,7 +68,7 @@ def test_the_fuzzed_cases_reach_every_branch():
 
 
 @pytest.mark.parametrize("V", [1, 7, 1025, 3000])
-@pytest.mark.parametrize("dtype", check.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", fuzz.DTYPES, ids=str)
 def test_drawing_from_rows(V, dtype, device):
     generator = torch.Generator().manual_seed(V)
     probs = torch.rand(6, V, generator=generator) ** 8
@@ -294,6 +295,6 @@ def run_draw(probs, **options):
 
     inputs = _inputs(probs, 1, 0)
     B = len(probs)
-    out = VerifyOutput(torch.full((B, 1), check.POISON), torch.zeros(B, dtype=torch.int32), torch.ones(B).bool())
+    out = VerifyOutput(torch.full((B, 1), parity.POISON), torch.zeros(B, dtype=torch.int32), torch.ones(B).bool())
     verify_triton.verify(inputs, out, None, num_warps=1, **options)
     return out

@@ -14,7 +14,7 @@ from rule_laws import LAWS, draws_of, f
 from test_law import DRAWS, emitted_tokens, p_value, pair
 from test_law_theory import sequence_law
 
-from cactus_kernels import Sampling, check, draw, embedded_pair, row_statistics, speculative_generate
+from cactus_kernels import Sampling, draw, embedded_pair, row_statistics, speculative_generate
 from cactus_kernels.rules import (
     RULES,
     AdaptiveCactus,
@@ -346,63 +346,6 @@ def test_from_logits_on_triton(rule, device):
     assert torch.equal(got.token_ids.cpu(), expected.token_ids)
     with pytest.raises(ValueError, match="padded layout"):
         verify_from_logits(target[:, :2], draft, ids, rule, bonus_token_ids=ids[:, 0], **options)
-
-
-# -- a rule of one's own
-
-
-def too_much_h(q, q_n, p_n, is_drafted, stat):
-    return m.where(is_drafted, m.minimum(2.0 * q_n, 1.0), q)
-
-
-def negative_h(q, q_n, p_n, is_drafted, stat):
-    return q - 0.01
-
-
-class Own(Rule):
-    name = "own"
-
-    def __init__(self, h):
-        self.h = h
-
-
-def test_check_rule():
-    for rule in (SpS(), Cactus(0.3), Cactus(0.3, "kl"), AdaptiveCactus(0.3)):
-        check.check_rule(rule, cases=2)
-    for rule in (Capped(2.0), Interpolation(0.3), Typical(0.2), TopK(3), Optimal(cap=1.5)):
-        check.check_rule(rule, distribution=False, cases=2)
-    check.check_rule(Own(too_much_h), distribution=False, cases=0)
-    with pytest.raises(ValueError, match="must sum to 1"):
-        check.check_rule(Own(too_much_h))
-    with pytest.raises(ValueError, match="h_n must be in"):
-        check.check_rule(Own(negative_h))
-    with pytest.raises(TypeError, match="floats"):
-        check.check_rule(Cactus(torch.ones(2)))
-    with pytest.raises(TypeError, match="must be a Rule"):
-        check.check_rule("sps")
-    for h, says in (
-        (lambda *x: x[0], "by def"),
-        (None, "by def"),
-        (Cactus(0.3).h, "5 arguments with its 0 strengths"),
-    ):
-        with pytest.raises(TypeError, match=says):
-            check.check_rule(Own(h))
-    nameless = Own(negative_h)
-    nameless.name = None
-    with pytest.raises(TypeError, match="name"):
-        check.check_rule(nameless)
-
-
-def test_check_rule_tells_whether_it_compared(monkeypatch):
-    assert check.check_rule(SpS(), cases=1)
-    monkeypatch.setattr(check, "_interpreted", lambda: False)
-    assert check.check_rule(SpS(), cases=1) is torch.cuda.is_available()
-
-
-def test_check_rule_sees_backends_that_differ(monkeypatch):
-    monkeypatch.setattr(check, "parity", lambda case, second: "tokens")
-    with pytest.raises(ValueError, match=r"differ on fuzz_case\(0\)"):
-        check.check_rule(SpS(), second=("torch", "cpu"))
 
 
 # -- a budget for a sequence

@@ -1,35 +1,41 @@
 """What the command prints: text, tables, bars, JSON."""
 
 import json
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.status import Status
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from ..tools.runs import Run, SpeculativeRun
 
 # What a model writes must not steer the terminal.
 CONTROLS = {c: "\N{REPLACEMENT CHARACTER}" for c in (*range(32), *range(127, 160)) if chr(c) not in "\n\t"}
 
 
-def write(piece):
+def write(piece: str) -> None:
     typer.echo(piece.translate(CONTROLS), nl=False)
 
 
-def console(stderr=False):
+def console(stderr: bool = False) -> Console:
     made = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not made.is_terminal:
         made.width = max(made.width, 120)  # a file or a pipe has no edge
     return made
 
 
-def status(what):
+def status(what: str) -> Status:
     """A word on what takes time, on a terminal only, gone when it is done."""
     return console(stderr=True).status(f"{what} ...")
 
 
 @contextmanager
-def progress():
+def progress() -> Iterator[Callable[[str, float], None]]:
     """A bar on a terminal: a function to tell what is done and the share that is over."""
     errors = console(stderr=True)
     if not errors.is_terminal:
@@ -41,8 +47,8 @@ def progress():
         yield lambda what, share: bar.update(task, description=what, completed=share)
 
 
-def table(*columns, **kwargs):
-    made = Table(box=None, pad_edge=False, show_header=any(columns), padding=(0, 2, 0, 0), **kwargs)
+def table(*columns: str) -> Table:
+    made = Table(box=None, pad_edge=False, show_header=any(columns), padding=(0, 2, 0, 0))
     for i, name in enumerate(columns):
         made.add_column(
             name, style="bold" if i == 0 else None, no_wrap=i == 0, justify="right" if i and name else "left"
@@ -50,11 +56,11 @@ def table(*columns, **kwargs):
     return made
 
 
-def print_json(value):
+def print_json(value: Any) -> None:
     typer.echo(json.dumps(value, ensure_ascii=False, allow_nan=False))
 
 
-def print_run(run, settings):
+def print_run(run: "SpeculativeRun", settings: dict[str, Any]) -> None:
     stats = run.stats
     rows = {"decoding": _decoding(run.decoding, settings)}
     rows["tokens"] = f"{len(run.token_ids)} in {run.seconds:.2f} s, {run.tokens_per_second:.1f} a second"
@@ -75,7 +81,9 @@ def print_run(run, settings):
     console().print(lines)
 
 
-def print_comparison(results, speeds, settings, why_slower):
+def print_comparison(
+    results: "list[Run]", speeds: list[float], settings: dict[str, Any], why_slower: str | None
+) -> None:
     lines = table("decoding", "tokens", "seconds", "tokens/s", "tokens/forward", "accepted", "speed")
     for run, speed in zip(results, speeds, strict=True):
         lines.add_row(
@@ -100,19 +108,19 @@ def print_comparison(results, speeds, settings, why_slower):
         out.print(f"\n{why_slower}")
 
 
-def _decoding(name, settings):
+def _decoding(name: str, settings: dict[str, Any]) -> str:
     if name != settings["rule"] or settings["strength"] is None:
         return name
     return f"{name}, {'strength' if settings['delta'] is None else 'delta'} {settings['strength']:g}"
 
 
-def models(settings):
+def models(settings: dict[str, Any]) -> str:
     return f"{settings['model']}, {settings['draft']}; {settings['device']}, {settings['dtype']}"
 
 
-def _megabytes(size):
+def _megabytes(size: int) -> str:
     return f"{size / 2**20:.1f} MiB"
 
 
-def _percent(share):
+def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.0f} %"

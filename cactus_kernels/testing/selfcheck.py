@@ -3,17 +3,18 @@
 import math
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
-from . import law
-from .check import fuzz_case, parity
-from .environment import is_triton_usable
-from .inputs import choose_backend
-from .rows import draw
-from .rules import Cactus, SpS
-from .verify import verify
+from .. import law
+from ..inputs import choose_backend
+from ..rows import draw
+from ..rules import Cactus, Rule, SpS
+from ..verify import verify
+from .fuzz import fuzz_case
+from .parity import difference
 
 LAW_SIZES = (7, 37, 1025)
 LAW_RULES = (SpS(), Cactus(0.5), None)  # None: drawing a token from a row, as drafts are
@@ -33,7 +34,7 @@ class LawTest:
         device, backend: where to verify.
     """
 
-    def __init__(self, rule, vocab_size, seed, device, backend):
+    def __init__(self, rule: Rule | None, vocab_size: int, seed: int, device: torch.device, backend: str):
         self.rule, self.vocab_size, self.seed, self.backend = rule, vocab_size, seed, backend
         self.generator = torch.Generator().manual_seed(seed)
         self.p, self.q = _law_rows(vocab_size, self.generator)
@@ -41,7 +42,7 @@ class LawTest:
         self.counts = torch.zeros(vocab_size, dtype=torch.int64, device="cpu")
         self.batches = 0
 
-    def __str__(self):
+    def __str__(self) -> str:
         rule = "draw" if self.rule is None else " ".join([self.rule.name, *(f"{s:g}" for s in self.rule.strengths)])
         return f"law of {rule}, V = {self.vocab_size}"
 
@@ -78,7 +79,7 @@ class LawTest:
         return float(torch.special.gammaincc(freedom / 2, statistic / 2)) if freedom > 0 else 1.0
 
 
-def _law_rows(vocab_size, generator):
+def _law_rows(vocab_size: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """Draft and target, fp32 [V]. They agree roughly, but for token 0: the draft gives it more than half and the target a
     twentieth, so that every rule here rejects it often, with an h far from q."""
     logits = 1.5 * torch.randn(vocab_size, generator=generator, dtype=torch.float32, device="cpu")
@@ -95,7 +96,7 @@ class Plan:
     Args:
         minutes: half of them for parity where there is something to compare, the rest for the laws.
         device: where.
-        backend: "triton" or "torch"; None: triton where it runs, the interpreter included.
+        backend: "triton" or "torch".
         seed: parity case i is that of seed + i, so that a case that fails is the first of a check with its own seed.
 
     Raises:
@@ -104,7 +105,7 @@ class Plan:
 
     minutes: float
     device: torch.device
-    backend: str | None
+    backend: str
     seed: int
 
     def __post_init__(self):
@@ -112,17 +113,14 @@ class Plan:
             raise ValueError(f"minutes must be above 0 and finite, got {self.minutes}")
         if not -(2**62) <= self.seed < 2**62:
             raise ValueError(f"seed must be within 2^62 of 0, got {self.seed}")
-        if self.backend is not None:
-            choose_backend(self.backend, self.device)
-            return
-        object.__setattr__(self, "backend", "triton" if is_triton_usable(self.device) else "torch")
+        choose_backend(self.backend, self.device)
 
     @property
     def compares(self) -> bool:
         """Whether there are bits to compare: torch on the CPU is what all others are compared with."""
         return (self.backend, self.device.type) != ("torch", "cpu")
 
-    def __str__(self):
+    def __str__(self) -> str:
         text = f"Checking {self.backend} on {self.device} for {self.minutes:g} min, seed {self.seed}."
         if self.compares:
             return text
@@ -144,7 +142,7 @@ class Report:
     failures: list[str] = field(default_factory=list)
 
 
-def run(plan: Plan, progress=lambda what, share: None) -> Report:
+def run(plan: Plan, progress: Callable[[str, float], None] = lambda what, share: None) -> Report:
     """Compare a backend on a device with torch on the CPU, bit for bit, and what it emits with the exact law.
 
     Whatever the time, every kind of test runs at least once. `progress` is called with the kind and the share of the time
@@ -160,10 +158,10 @@ def run(plan: Plan, progress=lambda what, share: None) -> Report:
         while not report.failures and (not cases or over() < 0.5):
             progress("parity", over())
             seed = plan.seed + cases
-            difference = _difference(seed, plan.device, plan.backend)
+            found = _difference(seed, plan.device, plan.backend)
             cases += 1
-            if difference:
-                report.failures.append(f"parity: {difference}; again with --seed {seed}")
+            if found:
+                report.failures.append(f"parity: {found}; again with --seed {seed}")
         result = "a difference" if report.failures else "every bit equal"
         report.rows.append((f"{plan.backend} on {plan.device} against torch on cpu", f"{cases} cases", result))
 
@@ -187,12 +185,12 @@ def run(plan: Plan, progress=lambda what, share: None) -> Report:
     return report
 
 
-def _difference(seed, device, backend):
+def _difference(seed: int, device: torch.device, backend: str) -> str | None:
     """What differs in the fuzz case of that seed, in words; None: nothing."""
     try:
         with warnings.catch_warnings():
             # Cases hold NaN on purpose, which the interpreter's numpy remarks on.
             warnings.simplefilter("ignore", RuntimeWarning)
-            return parity(fuzz_case(seed), ("torch", "cpu"), (backend, str(device)))
+            return difference(fuzz_case(seed), ("torch", "cpu"), (backend, str(device)))
     except Exception as error:
         raise RuntimeError(f"the fuzz case of seed {seed} broke off: again with --seed {seed}") from error

@@ -1,4 +1,4 @@
-"""`cactus-kernels frontier`: its figures against laws worked out anew, its files, and what it refuses."""
+"""The figures of the frontier against laws worked out anew."""
 
 import json
 import math
@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 import torch
 from test_law_optimal import assert_no_less_than_least
 
-from cactus_kernels import cli, frontier, frontier_report, law, runs
+from cactus_kernels import law
 from cactus_kernels.rules import (
     AdaptiveCactus,
     Cactus,
@@ -26,6 +26,9 @@ from cactus_kernels.rules import (
     TopK,
     Typical,
 )
+from cactus_kernels.tools import frontier
+from cactus_kernels.tools.frontier import MeasurementSettings
+from cactus_kernels.tools.pair import ModelPair, load_pair
 
 WRITTEN = {
     rule.__name__: rule
@@ -37,31 +40,12 @@ CURVES = {"sps": [SpS()], "cactus": [Cactus(0.01), Cactus(0.25)], "typical": [Ty
 
 @pytest.fixture(scope="module")
 def pair():
-    return runs.load_pair(None, None, torch.float32, torch.device("cpu"))
+    return load_pair(None, None, torch.float32, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
 def documents():
     return frontier.load_documents(None)
-
-
-@pytest.fixture
-def few(monkeypatch, pair):
-    """A few rules, and the pair loaded once."""
-    monkeypatch.setattr(frontier, "CURVES", CURVES)
-    monkeypatch.setattr(runs, "load_pair", lambda *_: pair)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-@pytest.fixture
-def command(capfd, few):
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["frontier", *map(str, arguments)])
-        out, err = capfd.readouterr()
-        return ended.value.code, out, err
-
-    return run
 
 
 def rows(model, ids, temperature=1.0, top_k=None):
@@ -82,7 +66,7 @@ def windows(a, m):
 def test_figures_are_those_of_laws_worked_out_anew(pair, documents, sampling, monkeypatch):
     monkeypatch.setattr(frontier, "ELEMENTS", 8 * 2048)  # several chunks, the last one short
     texts = [pair.tokenizer.decode(pair.tokenizer(text).input_ids[60:79]) for text in documents[:2]]
-    found = frontier.measure(pair, texts, frontier.Settings(positions=25, **sampling), curves=CURVES)
+    found = frontier.measure(pair, texts, MeasurementSettings(positions=25, **sampling), curves=CURVES)
     assert (found.positions, found.documents, found.complete) == (25, 2, True)
     p, q, tokens = [], [], []
     for text, count in zip(texts, (18, 7), strict=True):
@@ -130,7 +114,7 @@ def test_figures_are_those_of_laws_worked_out_anew(pair, documents, sampling, mo
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.6, "top_k": 20, "top_p": 0.95}], ids=["plain", "truncated"])
 def test_at_positions_of_the_embedded_pair_nothing_beats_optimal(pair, documents, sampling):
-    settings = frontier.Settings(positions=100, **sampling)
+    settings = MeasurementSettings(positions=100, **sampling)
     p, q = [], []
     for tokens, first in frontier._pieces(pair, documents[:1], settings):
         for rows, some in zip((p, q), frontier._rows(pair, tokens, first, settings), strict=True):
@@ -156,7 +140,7 @@ def assert_none_below_the_constant_prices(points):
             assert kl - np.log(price) * accepted >= best_kl - np.log(price) * best_accepted - 1e-7, rule
 
 
-RESULTS = sorted((Path(__file__).parents[1] / "benchmarks" / "results").glob("frontier-*.json"))
+RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("frontier-*.json"))
 
 
 @pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.stem)
@@ -179,23 +163,23 @@ def test_no_document_is_long_enough_for_the_longest_drafts():
 
 def test_the_mixture_with_the_same_kl_is_the_interpolation_itself(pair, documents):
     rule = Interpolation(0.6)
-    (point,) = frontier.measure(pair, documents, frontier.Settings(positions=60), curves={"": [rule]}).points
+    (point,) = frontier.measure(pair, documents, MeasurementSettings(positions=60), curves={"": [rule]}).points
     assert point.nll_interpolation == pytest.approx(point.nll, abs=1e-4)
 
 
 def test_positions_may_be_those_the_target_writes(pair, documents, monkeypatch):
-    monkeypatch.setattr(frontier, "SELF_GENERATED_TOKENS", 25)
-    settings = frontier.Settings(positions=60, temperature=0.7, self_generated=True, seed=3)
+    monkeypatch.setattr(frontier, "SELF_GENERATED_TOKENS", 13)
+    settings = MeasurementSettings(positions=30, temperature=0.7, self_generated=True, seed=3)
     found = frontier.measure(pair, documents, settings, curves=CURVES)
-    assert found.positions == 60 and found.documents >= 3
+    assert found.positions == 30 and found.documents >= 3
     assert found.to_dict() == frontier.measure(pair, documents, settings, curves=CURVES).to_dict()
-    read = frontier.measure(pair, documents, frontier.Settings(positions=60, temperature=0.7), curves=CURVES)
+    read = frontier.measure(pair, documents, MeasurementSettings(positions=30, temperature=0.7), curves=CURVES)
     assert found.target_nll < read.target_nll  # its own text surprises the target less
 
 
 def test_a_long_text_is_measured_in_pieces(pair, monkeypatch):
     monkeypatch.setattr(frontier, "MAX_TOKENS", 10)
-    found = frontier.measure(pair, ["one two three " * 10], frontier.Settings(positions=20), curves=CURVES)
+    found = frontier.measure(pair, ["one two three " * 10], MeasurementSettings(positions=20), curves=CURVES)
     assert (found.positions, found.documents) == (20, 3)
 
 
@@ -208,119 +192,9 @@ def test_a_draft_with_a_wider_vocabulary_is_rejected_beyond_the_target(pair, doc
             out.logits = torch.nn.functional.pad(out.logits, (0, 64), value=out.logits.max().item())
             return out
 
-    wider = runs.Pair(pair.model, Wider(), pair.tokenizer, "", "")
-    (point,) = frontier.measure(wider, documents, frontier.Settings(positions=30), curves={"": [SpS()]}).points
+    wider = ModelPair(pair.model, Wider(), pair.tokenizer, "", "")
+    (point,) = frontier.measure(wider, documents, MeasurementSettings(positions=30), curves={"": [SpS()]}).points
     assert point.acceptance < 0.2 and point.kl == pytest.approx(0, abs=1e-12)
-
-
-# -- the command
-
-
-def test_table_files_and_recommendation(command, tmp_path):
-    code, out, _ = command("--positions", 60, "--json", tmp_path / "f.json", "--max-kl", 0.2)
-    assert code == 0
-    value = json.loads((tmp_path / "f.json").read_text())
-    assert [p["rule"] for p in value["points"]] == [
-        "SpS()",
-        "Cactus(delta=0.01)",
-        "Cactus(delta=0.25)",
-        "Typical(epsilon=0.3)",
-    ]
-    assert value["positions"] == value["settings"]["positions"] == 60 and value["complete"]
-    assert value["points"][3]["nll"] is None  # it never emits some tokens of the text
-    cactus = value["points"][1]
-    assert f"{cactus['acceptance']:.3f}" in out and f"{cactus['kl']:.3f}" in out
-    within = max((p for p in value["points"] if p["kl"] <= 0.2), key=lambda p: p["acceptance"])
-    assert out.splitlines()[-1].startswith("For a mean KL of at most 0.2: " + within["rule"])
-    assert out.splitlines()[-1].endswith(f"in generate: --rule {within['name']} --strength {within['strength']}")
-    assert [x.name for x in tmp_path.iterdir()] == ["f.json"]
-
-
-@pytest.mark.parametrize("name", ["f.svg", "f.PNG"])
-def test_plot(command, tmp_path, name):
-    pytest.importorskip("matplotlib")
-    code, _, _ = command("--positions", 20, "--plot", tmp_path / name)
-    assert code == 0
-    head = (tmp_path / name).read_bytes()
-    assert head.startswith(b"\x89PNG") if name.endswith("PNG") else b"<svg" in head and b">cactus<" in head
-
-
-def test_an_interrupt_leaves_what_was_measured(command, tmp_path, monkeypatch):
-    monkeypatch.setattr(frontier, "ELEMENTS", 40 * 2048)
-    figures, calls = frontier._figures, []
-
-    def interrupted(*args):
-        calls.append(1)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return figures(*args)
-
-    monkeypatch.setattr(frontier, "_figures", interrupted)
-    code, out, _ = command("--positions", 200, "--json", tmp_path / "f.json")
-    value = json.loads((tmp_path / "f.json").read_text())
-    assert code == 130 and "interrupted" in out
-    assert (value["positions"], value["complete"]) == (80, False)
-
-
-def test_an_interrupt_before_any_position_writes_nothing(command, tmp_path, monkeypatch):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(frontier, "_figures", interrupted)
-    code, _, _ = command("--json", tmp_path / "f.json")
-    assert code == 130 and not list(tmp_path.iterdir())
-
-
-def test_a_file_is_whole_or_as_it_was(tmp_path):
-    path = tmp_path / "f"
-    path.write_text("before")
-    with pytest.raises(RuntimeError), frontier_report.replacing(str(path)) as file:
-        file.write(b"half")
-        raise RuntimeError
-    assert path.read_text() == "before" and [x.name for x in tmp_path.iterdir()] == ["f"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--text", "nowhere.txt"], "nowhere.txt"),
-        (["--positions", 0], "positions must be at least 1"),
-        (["--temperature", 0], "temperature must be above 0"),
-        (["--top-p", 1.5], "top-p"),
-        (["--max-kl", 0.1, "--min-accept", 0.5], "give one"),
-        (["--max-kl", -1], "max-kl"),
-        (["--min-accept", 2], "min-accept"),
-        (["--plot", "f.pdf"], ".png or .svg"),
-        (["--json", "nowhere/f.json"], "nowhere/f.json"),
-    ],
-)
-def test_what_is_wrong_is_said_in_one_line(command, arguments, says):
-    code, out, err = command(*arguments)
-    assert code == 2 and says in err and len(err.splitlines()) == 1 and not out
-
-
-def test_a_text_without_positions_is_refused(command, tmp_path):
-    for content, says in (("\n \n", "holds no text"), ("a", "no position")):
-        (tmp_path / "t.txt").write_text(content)
-        code, _, err = command("--text", tmp_path / "t.txt")
-        assert code in (1, 2) and says in err
-
-
-def point(rule, acceptance, kl):
-    return frontier.Point("", rule, "sps", None, acceptance, kl, 0, 0, 0, [], 0, 0, 0, None)
-
-
-def test_what_is_recommended():
-    points = [point("a", 0.5, 1e-17), point("b", 0.7, 0.1), point("c", 0.8, 0.3), point("d", 0.75, math.inf)]
-    found = frontier.Frontier(points, 1, 1, 1, True, 0.0, 0.0, 0.0)
-
-    def best(*goal):
-        return getattr(frontier_report.Goal(*goal).best(found), "rule", None)
-
-    assert [best(x) for x in (0, 0.05, 0.1, 9)] == ["a", "a", "b", "c"]
-    assert [best(None, x) for x in (0, 0.6, 0.75, 0.9)] == ["a", "b", "c", None]
-    assert best() == "b"
-    assert "none" in frontier_report.Goal(None, 0.9).answer(found)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,6 @@
-"""The command as a person meets it: text, tables, JSON, and one clear line for everything that is wrong."""
+"""`cactus-kernels generate` as a person meets it: text, tables, JSON, and one clear line for everything that is wrong."""
 
-import importlib.util
 import json
-import os
-import re
-import subprocess
 import sys
 
 import pytest
@@ -12,28 +8,14 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from transformers.utils import logging
 
-from cactus_kernels import cli, frontier, frontier_report, philox, runs, selfcheck, terminal
-from cactus_kernels.assets import embedded_pair
-from cactus_kernels.rules import RULES, given
+from cactus_kernels.cli import terminal
+from cactus_kernels.stats import Stats
+from cactus_kernels.tools import runs
+from cactus_kernels.tools.pair import embedded_pair
 
 SHORT = ["--max-new-tokens", "24", "--seed", "1"]
 PROMPT = "Question: A farmer has 7 hens."
-
-
-@pytest.fixture(autouse=True)
-def on_the_cpu(monkeypatch):
-    """Unless told otherwise, wherever the tests run."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-@pytest.fixture(autouse=True)
-def same_logging_afterwards():
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    yield
-    logging.set_verbosity(verbosity)
-    (logging.enable_progress_bar if bars else logging.disable_progress_bar)()
 
 
 @pytest.fixture(scope="module")
@@ -60,19 +42,6 @@ def directories(pair, tmp_path_factory):
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (root / "other" / "tokenizer.json").write_text(json.dumps(other), encoding="utf-8")
     return root
-
-
-@pytest.fixture
-def command(capfd):
-    """Runs the command line in this process: its exit code, stdout and stderr."""
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as ended:
-            cli.main([str(a) for a in arguments])
-        out, err = capfd.readouterr()
-        return ended.value.code, out, err
-
-    return run
 
 
 @pytest.fixture
@@ -136,17 +105,6 @@ def test_the_strength_of_a_rule(generate):
         assert [run["settings"][k] for k in ("rule", "strength", "delta")] == [name, 1, None]
         assert run["token_ids"] == lossless["token_ids"]
     assert "capped, strength 1.5" in generate(*quick, "--rule", "capped", "--strength", 1.5)
-
-
-def test_what_frontier_recommends_can_be_given():
-    """The options at the end of its answer make the very rule, whichever it is."""
-    for rule in (rule for curve in frontier.CURVES.values() for rule in curve):
-        strength = next(iter(given(rule).values()), None)
-        point = frontier.Point("", "", rule.name, strength, 0.5, 0, 0, 0, 0, [], 0, 0, 0, None)
-        answer = frontier_report.Goal().answer(frontier.Frontier([point], 1, 1, 1, True, 0.0, 0.0, 0.0))
-        options = answer.partition("in generate: ")[2].split()
-        assert options[::2] == ["--rule", "--strength"][: len(options) // 2]
-        assert repr(runs.make_rule(options[1], *map(float, options[3:]))) == repr(rule)
 
 
 def test_one_token_drafts_nothing(generate):
@@ -231,7 +189,7 @@ def test_compare_goes_on_past_the_end_of_the_text(generate, monkeypatch):
         model.generation_config.eos_token_id = list(range(0, 2048, 2))
         return model, *others
 
-    monkeypatch.setattr(runs, "embedded_pair", every_other_token_ends)
+    monkeypatch.setattr("cactus_kernels.tools.pair.embedded_pair", every_other_token_ends)
     assert generate(PROMPT, *SHORT, "--json")["tokens"] < 24
     assert [r["tokens"] for r in generate(PROMPT, *SHORT, "--compare", "--json")["runs"]] == [24] * 3
 
@@ -243,50 +201,16 @@ def test_compare_greedy_gives_one_text(generate):
 
 def test_a_slower_run_says_so(generate, monkeypatch):
     """Time stands still but for the clock's own ticks, so that speculative runs take as long and give fewer tokens."""
-    plain = runs.Run("plain", "", [0] * 10, 1.0, None)
-    stats = runs.Stats("sps", [], None, None, 4, [4], [20], [6], [10], [[2] * 3 + [0]], 1.2, 0.6, 0.1)
-    slow, fast = runs.Run("sps", "", [0] * 10, 2.0, stats), runs.Run("cactus", "", [0] * 10, 0.9, stats)
-    monkeypatch.setattr(runs, "compare", lambda *_: [plain, slow, fast])
+    plain = runs.Run("plain", "", [0] * 10, 1.0)
+    stats = Stats("sps", [], None, None, 4, [4], [20], [6], [10], [[2] * 3 + [0]], 1.2, 0.6, 0.1)
+    slow, fast = (runs.SpeculativeRun(rule, "", [0] * 10, x, stats) for rule, x in (("sps", 2.0), ("cactus", 0.9)))
+    monkeypatch.setattr(runs, "compare", lambda *_: (plain, [slow, fast]))
     out = " ".join(generate(PROMPT, *SHORT, "--compare").split())
     assert "Slower than plain decoding here: sps." in out
     assert "a round takes 500.0 ms (300.0 ms of it drafting, 150.0 ms in the target) and gives 2.5 tokens" in out
     assert "a plain token takes 100.0 ms" in out
-    monkeypatch.setattr(runs, "compare", lambda *_: [plain, fast])
+    monkeypatch.setattr(runs, "compare", lambda *_: (plain, [fast]))
     assert "lower" not in generate(PROMPT, *SHORT, "--compare")
-
-
-# -- text as it comes
-
-
-class Bytes:
-    """A tokenizer of bytes."""
-
-    def decode(self, ids, **kwargs):
-        return bytes(ids).decode("utf-8", errors="replace")
-
-
-@pytest.mark.parametrize(
-    "text", ["plain", "naïve café ≤ 数学 🌵!", "🌵", "a\ufffdb", "\n\n  two  spaces "], ids=lambda text: ascii(text)
-)
-def test_characters_are_passed_on_whole(text):
-    pieces = []
-    stream = runs.TextStream(Bytes(), pieces.append)
-    stream.put(torch.tensor([list("é prompt".encode())]))
-    for byte in text.encode():
-        stream.put(torch.tensor([byte]))
-    stream.end()
-    assert "".join(pieces) == text
-    assert all(pieces) and (len(pieces) == len(text) or "\ufffd" in text)
-
-
-def test_half_a_character_at_the_end_is_shown_as_such():
-    pieces = []
-    stream = runs.TextStream(Bytes(), pieces.append)
-    stream.put(torch.tensor([[65]]))
-    stream.put(torch.tensor(list("b🌵".encode())[:-1]))
-    assert pieces == ["b"]
-    stream.end()
-    assert pieces == ["b", "\ufffd"]
 
 
 def test_text_in_brackets_is_text(command, monkeypatch):
@@ -298,7 +222,8 @@ def test_text_in_brackets_is_text(command, monkeypatch):
 
 
 def fake_run():
-    return runs.Run("cactus", "", [0], 1.0, runs.Stats("cactus", [1.0], None, None, 1, [1], [0], [0], [1], [[0]]))
+    stats = Stats("cactus", [1.0], None, None, 1, [1], [0], [0], [1], [[0]])
+    return runs.SpeculativeRun("cactus", "", [0], 1.0, stats)
 
 
 # -- what is wrong
@@ -369,155 +294,6 @@ def test_a_model_that_cannot_roll_back_is_refused(command, directories, monkeypa
     monkeypatch.setattr("transformers.LlamaForCausalLM._is_stateful", True)
     code, _, err = command("generate")
     assert code == 2 and err.count("\n") == 1 and "cannot roll back" in err
-
-
-@pytest.mark.parametrize(
-    "arguments", [["check", "--minutes", "0"], ["check", "--minutes", "nan"], ["frobnicate"], ["info", "x"]]
-)
-def test_bad_commands_end_in_one_line(command, arguments):
-    code, out, err = command(*arguments)
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert arguments[0] in err or "minutes" in err or "argument" in err
-
-
-def test_bad_probabilities_while_running_end_in_one_line(command, monkeypatch):
-    def broken(**kwargs):
-        model, *others = embedded_pair(**kwargs)
-        model.model.norm.weight.data.fill_(float("nan"))
-        return model, *others
-
-    monkeypatch.setattr(runs, "embedded_pair", broken)
-    code, _, err = command("generate", *SHORT, "--json")
-    assert code == 1 and err.count("\n") == 1 and "bad values in requests [0]" in err
-
-
-def test_a_full_device_ends_in_one_line(command, monkeypatch):
-    def full(*_, **__):
-        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
-
-    monkeypatch.setattr(runs, "run_speculative", full)
-    code, _, err = command("generate", *SHORT, "--json")
-    assert (code, err) == (1, "cactus-kernels: CUDA out of memory. Tried to allocate\n")
-
-
-def test_bugs_are_not_swallowed(monkeypatch):
-    monkeypatch.setattr(runs, "run_speculative", lambda *_, **__: [][0])
-    with pytest.raises(IndexError):
-        cli.main(["generate", *SHORT, "--json"])
-
-
-def test_an_interrupt_ends_quietly(command, monkeypatch):
-    def interrupt(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(runs, "run_speculative", interrupt)
-    assert command("generate", *SHORT, "--json") == (130, "", "\n")
-
-
-# -- the rest of the command
-
-
-def test_help_and_version(command):
-    code, out, _ = command("--help")
-    assert code == 0 and all(name in out for name in ("generate", "check", "info"))
-    assert command()[1] == out
-    code, out, _ = command("generate", "--help")
-    assert code == 0 and all(option in out for option in ("--model", "--delta", "--compare", "--greedy", "--json"))
-    words = " ".join(re.sub("[│╭╰─╮╯]", " ", out).split())
-    for name in RULES.keys() - {"sps", "coupled"}:
-        assert name in words.partition("--strength")[2].partition("--delta")[0]
-    assert command("--version") == (0, "0.1.0\n", "")
-
-
-def test_the_installed_command_runs_and_help_loads_no_transformers():
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-c", "from cactus_kernels.cli import main; main()", "--help"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0 and "Commands" in done.stdout
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "typer" in imported and not imported & {"transformers", "triton"}
-
-
-def test_a_closed_pipe_is_no_error():
-    code = "from cactus_kernels.cli import main; main(['generate', '--max-new-tokens', '100'])"
-    done = subprocess.run(f'"{sys.executable}" -c "{code}" | head -c 1', shell=True, capture_output=True, text=True)
-    assert done.stdout == "Q" and "Traceback" not in done.stderr
-
-
-def test_info(command):
-    code, out, _ = command("info")
-    assert code == 0
-    for name in ("cactus_kernels", "python", "torch", "triton", "transformers", "cpu"):
-        assert name in out
-    code, out, _ = command("info", "--json")
-    found = json.loads(out)
-    assert code == 0 and found["torch"] == torch.__version__
-    assert found["devices"][0]["device"] == "cpu" and found["devices"][0]["backend"] == "torch"
-
-
-def test_check_on_a_cpu_says_what_it_cannot_check(command, monkeypatch):
-    if importlib.util.find_spec("triton"):
-        monkeypatch.setattr("cactus_kernels.race_triton.INTERPRETED", False)
-    code, out, err = command("check", "--minutes", "0.001", "--seed", "5")
-    assert (code, err) == (0, "") and out.splitlines()[-1] == "ok"
-    assert "fails less than once in a million checks" in out
-    assert "Checking torch on cpu for 0.001 min, seed 5." in out and "TRITON_INTERPRET=1" in out
-    for size in selfcheck.LAW_SIZES:
-        for name in ("sps", "cactus 0.5", "draw"):
-            assert f"law of {name}, V = {size} " in out
-
-
-def test_check_finds_a_wrong_law(command, monkeypatch):
-    """The deliberate error: acceptance uniforms that end at 1/2."""
-    uniform = philox.uniform
-    monkeypatch.setattr(philox, "uniform", lambda *words: 0.5 * uniform(*words))
-    code, out, _ = command("check", "--minutes", "0.001", "--backend", "torch", "--seed", "5")
-    assert code == 1 and "ok" not in out.split()
-    assert "failed: law of sps, V = 7: " in out and "failed: law of cactus 0.5, V = 7: " in out
-    assert out.count("again with --seed 5") >= 2 and "failed: law of draw" not in out
-
-
-def test_check_finds_other_bits_and_names_the_seed_of_the_case(command, monkeypatch):
-    pytest.importorskip("triton")
-    seen = []
-    monkeypatch.setattr("cactus_kernels.race_triton.INTERPRETED", True)
-
-    def difference(seed, *_):
-        seen.append(seed)
-        return "token_ids differ" if seed == 7 else None
-
-    monkeypatch.setattr(selfcheck, "_difference", difference)
-    code, out, _ = command("check", "--minutes", "0.01", "--seed", "5")
-    assert code == 1 and seen == [5, 6, 7]
-    assert "Checking triton on cpu" in out and "TRITON_INTERPRET" not in out
-    assert out.splitlines()[-1] == "failed: parity: token_ids differ; again with --seed 7"
-
-
-def test_check_in_the_interpreter():
-    pytest.importorskip("triton")
-    arguments = ["check", "--minutes", "0.01", "--device", "cpu", "--seed", "1"]
-    done = subprocess.run(
-        [sys.executable, "-c", "from cactus_kernels.cli import main; main()", *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-    )
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout
-    assert "triton on cpu against torch on cpu" in done.stdout and "every bit equal" in done.stdout
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-@pytest.mark.parametrize("arguments", [["info"], ["info", "--json"]], ids=" ".join)
-def test_a_full_device_ends_the_command_in_one_line(arguments):
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-c", "from cactus_kernels.cli import main; main()", *arguments],
-            stdout=full, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-    assert done.returncode == 1
-    assert re.fullmatch(r"cactus-kernels: .*No space left on device\n", done.stderr), done.stderr
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

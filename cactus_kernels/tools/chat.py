@@ -1,13 +1,16 @@
 """Conversations, put into text by a tokenizer's own chat template."""
 
 import json
+from typing import Any
 
 from jinja2 import TemplateError
 
+Message = dict[str, str]
+Tokenizer = Any  # one of transformers, whose own types do not tell text from tokens
 ROLES = ("system", "user", "assistant", "tool")
 
 
-def parse_messages(text: str) -> list[dict]:
+def parse_messages(text: str) -> list[Message]:
     """Messages from JSON, a list of {"role": ..., "content": ...}. Raises ValueError, naming what is wrong."""
     try:
         messages = json.loads(text)
@@ -17,7 +20,7 @@ def parse_messages(text: str) -> list[dict]:
     return messages
 
 
-def check_messages(messages) -> None:
+def check_messages(messages: Any) -> None:
     """Raises ValueError unless `messages` is a conversation in which the model speaks next."""
     if not isinstance(messages, list) or not messages:
         raise ValueError('messages must be a list, [{"role": "user", "content": "..."}]')
@@ -30,7 +33,7 @@ def check_messages(messages) -> None:
         raise ValueError(f"the last message is the {messages[-1]['role']}'s: end with one that is to be answered")
 
 
-def render(tokenizer, messages: list[dict], thinking: bool | None = None) -> str:
+def render(tokenizer: Tokenizer, messages: list[Message], thinking: bool | None = None) -> str:
     """The conversation as text, up to where the model's answer begins.
 
     It holds every special token that the model expects, the BOS too: tokenize it with `add_special_tokens=False`.
@@ -54,7 +57,7 @@ def render(tokenizer, messages: list[dict], thinking: bool | None = None) -> str
         raise ValueError(f"the chat template refuses these messages: {error}") from error
 
 
-def end_of_turn(tokenizer) -> int | None:
+def end_of_turn(tokenizer: Tokenizer) -> int | None:
     """The special token that the template writes after an assistant's turn, which ends an answer; None if there is none.
 
     Generation configs do not always list it among the EOS.
@@ -66,7 +69,7 @@ def end_of_turn(tokenizer) -> int | None:
     return after[0] if after and after[0] in tokenizer.all_special_ids else None
 
 
-def _template(tokenizer) -> str:
+def _template(tokenizer: Tokenizer) -> str:
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError("the tokenizer has no chat template: use a model that was tuned for chat, or give plain text")
     return tokenizer.get_chat_template()

@@ -1,10 +1,9 @@
-"""What `frontier` measured, as rows of a table, a picture and a recommendation; and files that are whole or not there."""
+"""What `frontier` measured, as rows of a table, a picture and a recommendation."""
 
 import math
-import os
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from .frontier import Frontier, Point
 
@@ -53,7 +52,7 @@ class Goal:
         )
 
     @property
-    def _max_kl(self):
+    def _max_kl(self) -> float:
         return 0.1 if self.max_kl is None else self.max_kl
 
 
@@ -88,17 +87,17 @@ def check_plot(path: str) -> None:
     if Path(path).suffix.lower() not in SUFFIXES:
         raise ValueError(f"a plot is a .png or .svg file, got {path!r}")
     try:
-        import matplotlib  # noqa: F401
+        import matplotlib  # noqa: F401, PLC0415 (optional)
     except ImportError as error:
         raise ImportError("a plot needs matplotlib: pip install 'cactus-kernels[plot]'") from error
 
 
-def plot(found: Frontier, title: str, file, name: str) -> None:
+def plot(found: Frontier, title: str, file: IO[bytes], name: str) -> None:
     """Write a picture of acceptance against KL, one curve a rule, to a binary file, in the format of the name's suffix."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
+    from matplotlib import rc_context  # noqa: PLC0415 (optional)
+    from matplotlib.figure import Figure  # noqa: PLC0415 (optional)
 
-    curves = {}
+    curves: dict[str, list[tuple[float, float]]] = {}
     for point in found.points:
         if math.isfinite(point.kl):
             curves.setdefault(point.curve, []).append((max(point.kl, 0.0), point.acceptance))
@@ -124,24 +123,5 @@ def plot(found: Frontier, title: str, file, name: str) -> None:
         figure.savefig(file, format=suffix.removeprefix("."), dpi=120, metadata=metadata)
 
 
-def check_writable(path: str) -> None:
-    """Raises ValueError where a file cannot be put."""
-    if Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
-        raise ValueError(f"cannot write {path!r}: it must name a file in a directory that exists")
-
-
-@contextmanager
-def replacing(path: str):
-    """A binary file to write, which takes the place of `path` once it is whole."""
-    path = Path(path).absolute()
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(unfinished, "wb") as file:
-            yield file
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def _fixed(value, digits=3):
+def _fixed(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{round(value, digits) + 0.0:.{digits}f}"  # not -0.000

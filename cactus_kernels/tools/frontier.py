@@ -3,29 +3,47 @@
 import math
 import re
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from . import law, runs
-from .assets import ASSETS
-from .cache import max_positions
-from .rules import AdaptiveCactus, Cactus, Capped, Coupled, Interpolation, Mentored, Optimal, SpS, TopK, Typical, given
+from .. import law
+from ..cache import max_positions
+from ..rules import (
+    AdaptiveCactus,
+    Cactus,
+    Capped,
+    Coupled,
+    Interpolation,
+    Mentored,
+    Optimal,
+    Rule,
+    SpS,
+    TopK,
+    Typical,
+    given,
+)
+from .pair import ASSETS, Model, ModelPair
+from .runs import RunSettings, run_plain
 
 MAX_DRAFTED = 16  # tokens a forward are given for 1 .. 16 drafted ones
 ELEMENTS = 1 << 18  # row elements handled at once: enough to amortise an operation, few enough for the cache
 MAX_TOKENS = 1024  # of a piece of text: its logits are held at once
 PROMPT_TOKENS, SELF_GENERATED_TOKENS = 8, 128  # of each document, where the target writes the rest itself
+MEANS = ("acceptance", "kl", "kl_reverse", "total_variation", "chi_square")  # of what `_figures` gives of a rule
 WEIGHTS = [1 - (1 - i / 16) ** 2 for i in range(17)]  # of the interpolations: p at 0, q at 1
 
 DELTAS = (1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.25, 0.5, 1.0)
 CAPS = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 PRICES = (1.05, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 14.0, 20.0, 50.0)
+Curves = Mapping[str, Sequence[Rule]]
 # A curve for each rule, over its strengths.
-CURVES = {
+CURVES: Curves = {
     "sps": [SpS()],
     "coupled": [Coupled()],
     "cactus": [Cactus(x) for x in DELTAS],
@@ -42,8 +60,17 @@ CURVES = {
 }
 
 
+class Chunk(NamedTuple):
+    """Positions that were handled at once: the number of their piece of text, and what `_figures` gives of them."""
+
+    piece: int
+    figures: torch.Tensor
+    interpolations: torch.Tensor
+    of_token: torch.Tensor
+
+
 @dataclass(frozen=True)
-class Settings:
+class MeasurementSettings:
     """What to measure: how many positions, and how both models' rows are processed. Raises ValueError or TypeError.
 
     self_generated: the text gives prompts alone, and the target writes the rest.
@@ -66,13 +93,13 @@ class Settings:
         parts += [f"top-k {self.top_k}"] * (self.top_k > 0) + [f"top-p {self.top_p:g}"] * (self.top_p < 1)
         return ", ".join(parts) + ("; self-generated" if self.self_generated else "")
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def decoding(self, max_new_tokens: int, seed: int) -> runs.Settings:
+    def decoding(self, max_new_tokens: int, seed: int) -> RunSettings:
         """How the target writes; its checks are the checks of the settings above."""
         names = ("temperature", "top_k", "top_p")
-        return runs.Settings(SpS(), seed, max_new_tokens=max_new_tokens, **{n: getattr(self, n) for n in names})
+        return RunSettings(SpS(), seed, max_new_tokens=max_new_tokens, **{n: getattr(self, n) for n in names})
 
 
 @dataclass(frozen=True)
@@ -95,7 +122,7 @@ class Point:
     kl_reverse: float
     total_variation: float
     chi_square: float
-    tokens_per_forward: list
+    tokens_per_forward: list[float | None]
     nll: float
     nll_gain: float
     nll_gain_error: float
@@ -119,7 +146,7 @@ class Frontier:
     target_nll: float
     draft_nll: float
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
         """Ready for JSON: numbers with nine digits; what is infinite or not known is None."""
         return _rounded(asdict(self))
 
@@ -139,8 +166,14 @@ def load_documents(path: str | None) -> list[str]:
     return documents
 
 
-def measure(pair: runs.Pair, documents: list[str], settings: Settings, progress=lambda what, share: None, curves=None):
-    """The exact law of every rule at the first positions of the documents, those after their first tokens: a `Frontier`.
+def measure(
+    pair: ModelPair,
+    documents: list[str],
+    settings: MeasurementSettings,
+    progress: Callable[[str, float], None] = lambda what, share: None,
+    curves: Curves | None = None,
+) -> Frontier:
+    """The exact law of every rule at the first positions of the documents, those after their first tokens.
 
     Args:
         documents: texts, each scored with its own tokens as context, in pieces that fit both models.
@@ -152,14 +185,16 @@ def measure(pair: runs.Pair, documents: list[str], settings: Settings, progress=
     """
     curves = CURVES if curves is None else curves
     rules = [rule for some in curves.values() for rule in some]
-    done, count, complete = [], 0, False
+    done: list[Chunk] = []
+    count, complete = 0, False
     try:
         for piece, (tokens, first) in enumerate(_pieces(pair, documents, settings)):
             tokens = tokens[: first + settings.positions - count]
             rows = _rows(pair, tokens, first, settings)
             size = max(1, ELEMENTS // rows[0].shape[1])
             for p, q, token in zip(*(x.split(size) for x in (*rows, tokens[first:].cpu())), strict=True):
-                done.append((piece, *_figures(p.double().softmax(-1), q.double().softmax(-1), token[:, None], rules)))
+                of_chunk = _figures(p.double().softmax(-1), q.double().softmax(-1), token[:, None], rules)
+                done.append(Chunk(piece, *of_chunk))
                 count += len(token)
                 progress("measuring", count / settings.positions)
             if count == settings.positions:
@@ -173,7 +208,7 @@ def measure(pair: runs.Pair, documents: list[str], settings: Settings, progress=
     return _summary(curves, done, complete)
 
 
-def _pieces(pair, documents, settings):
+def _pieces(pair: ModelPair, documents: list[str], settings: MeasurementSettings) -> Iterator[tuple[torch.Tensor, int]]:
     """Token ids [L] on the models' device, and the first of them that is a position, of one piece of text after another."""
     limit = min(
         (n for n in map(max_positions, (pair.model, pair.assistant_model)) if n is not None), default=MAX_TOKENS
@@ -184,29 +219,32 @@ def _pieces(pair, documents, settings):
         if settings.self_generated:
             prompt = tokens[:PROMPT_TOKENS]
             decoding = settings.decoding(min(limit - len(prompt), SELF_GENERATED_TOKENS), seed=settings.seed + i)
-            written = runs.run_plain(pair, prompt[None], decoding).token_ids
+            written = run_plain(pair, prompt[None], decoding).token_ids
             yield torch.cat([prompt, prompt.new_tensor(written)]), len(prompt)
         else:
             yield from ((piece, 1) for piece in tokens.split(limit) if len(piece) > 1)
 
 
 @torch.no_grad()
-def _rows(pair, tokens, first, settings):
+def _rows(pair: ModelPair, tokens: torch.Tensor, first: int, settings: MeasurementSettings) -> list[torch.Tensor]:
     """Processed scores of draft and target at the positions of tokens[first:]: fp32 [L - first, V] each."""
-    warpers = LogitsProcessorList()
+    warp: Any = LogitsProcessorList()
     if settings.temperature != 1:
-        warpers.append(TemperatureLogitsWarper(settings.temperature))
+        warp.append(TemperatureLogitsWarper(settings.temperature))
     if settings.top_k:
-        warpers.append(TopKLogitsWarper(settings.top_k))
+        warp.append(TopKLogitsWarper(settings.top_k))
     if settings.top_p < 1:
-        warpers.append(TopPLogitsWarper(settings.top_p))
-    rows = [m(tokens[None], use_cache=False).logits[0, first - 1 : -1] for m in (pair.assistant_model, pair.model)]
-    rows = [warpers(tokens[None], x.float()).cpu() for x in rows]
+        warp.append(TopPLogitsWarper(settings.top_p))
+    models: tuple[Model, Model] = (pair.assistant_model, pair.model)
+    rows = [m(tokens[None], use_cache=False).logits[0, first - 1 : -1] for m in models]
+    rows = [warp(tokens[None], x.float()).cpu() for x in rows]
     V = max(x.shape[1] for x in rows)  # vocabularies of one tokenizer may be padded to different sizes
     return [torch.nn.functional.pad(x, (0, V - x.shape[1]), value=-math.inf) for x in rows]
 
 
-def _figures(p, q, token, rules):
+def _figures(
+    p: torch.Tensor, q: torch.Tensor, token: torch.Tensor, rules: Sequence[Rule]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of rows p, q float64 [n, V] and the text's tokens [n, 1]: figures of the rules [R, 6, n], mean KL of the interpolations
     [W, n], and the probability that draft and target give the tokens [2, n]."""
     positions = law.Positions(p, q)
@@ -219,22 +257,22 @@ def _figures(p, q, token, rules):
     for rule in rules:
         emitted, accepted = positions.law(rule)
         nll = -emitted.gather(1, place).masked_fill(absent, 0)[:, 0].log()
-        figures.append(torch.stack([accepted, *law.divergences(emitted, q), nll]))
-    interpolations = torch.stack([law.kl(w * q + (1 - w) * p, q) for w in WEIGHTS])
-    return torch.stack(figures), interpolations, of_token
+        of_rule: list[Any] = [accepted, *law.divergences(emitted, q), nll]
+        figures.append(torch.stack(of_rule))
+    interpolations: list[Any] = [law.kl(w * q + (1 - w) * p, q) for w in WEIGHTS]
+    return torch.stack(figures), torch.stack(interpolations), of_token
 
 
-def _summary(curves, done, complete):
-    """done: for each chunk of positions, the number of its piece of text and what `_figures` gave."""
-    pieces, *parts = zip(*done, strict=True)
-    lengths = Counter()
-    for piece, part in zip(pieces, parts[-1], strict=True):
-        lengths[piece] += part.shape[1]
-    lengths = list(lengths.values())
-    figures, interpolations, of_token = (torch.cat(x, dim=-1) for x in parts)
+def _summary(curves: Curves, done: list[Chunk], complete: bool) -> Frontier:
+    positions: Counter[int] = Counter()
+    for chunk in done:
+        positions[chunk.piece] += chunk.of_token.shape[1]
+    lengths = list(positions.values())
+    figures = torch.cat([chunk.figures for chunk in done], dim=-1)
+    interpolations = torch.cat([chunk.interpolations for chunk in done], dim=-1).mean(1)
+    of_token = torch.cat([chunk.of_token for chunk in done], dim=-1)
     scored = (of_token > 0).all(0)
     p, q = of_token[:, scored]
-    interpolations = interpolations.mean(1)
     points = []
     names = [(curve, rule) for curve, rules in curves.items() for rule in rules]
     for (curve, rule), of_rule in zip(names, figures, strict=True):
@@ -247,7 +285,7 @@ def _summary(curves, done, complete):
                 _written(rule),
                 rule.name,
                 next(iter(given(rule).values()), None),
-                *means,
+                **dict(zip(MEANS, means, strict=True)),
                 tokens_per_forward=_tokens_per_forward(of_rule[0].split(lengths)),
                 nll=nll.mean().item(),
                 nll_gain=gain.mean().item(),
@@ -267,9 +305,10 @@ def _summary(curves, done, complete):
     )
 
 
-def _tokens_per_forward(acceptances):
+def _tokens_per_forward(acceptances: Sequence[torch.Tensor]) -> list[float | None]:
     """See `Point`. acceptances: [L] of each document. Each product of acceptances is averaged over its windows."""
-    expected, total, products = [], 1.0, list(acceptances)
+    expected: list[float | None] = []
+    total, products = 1.0, list(acceptances)
     for m in range(MAX_DRAFTED):
         products = [x[: len(a) - m] for x, a in zip(products, acceptances, strict=True) if len(a) > m]
         if not products:
@@ -281,7 +320,7 @@ def _tokens_per_forward(acceptances):
     return expected
 
 
-def _matched_weight(kls, kl):
+def _matched_weight(kls: torch.Tensor, kl: float) -> float | None:
     """The w at which the interpolations, whose KL at `WEIGHTS` is given, have that KL; None if none has."""
     if not (kls.isfinite().all() and kl <= kls[0]):
         return None
@@ -289,12 +328,12 @@ def _matched_weight(kls, kl):
     return float(np.interp(math.sqrt(max(kl, 0)), kls.clamp(min=0).sqrt().flip(0), WEIGHTS[::-1]))
 
 
-def _written(rule):
+def _written(rule: Rule) -> str:
     """A rule as it is written in Python."""
     return f"{type(rule).__name__}({', '.join(f'{name}={value!r}' for name, value in given(rule).items())})"
 
 
-def _rounded(value):
+def _rounded(value: Any) -> Any:
     """Numbers with nine digits, None for those that are not finite; in dicts and lists."""
     if isinstance(value, dict):
         return {k: _rounded(v) for k, v in value.items()}

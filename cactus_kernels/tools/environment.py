@@ -1,19 +1,19 @@
 """What the package finds here: versions, devices, and the backend that verification takes on each."""
 
 import platform
-from importlib import import_module
+from importlib import import_module, metadata
 
 import torch
-import transformers
 
-from . import __version__
-from .inputs import choose_backend
+from .. import __version__
+from ..inputs import choose_backend
 
 
-def environment() -> dict:
-    """Versions (triton's None if it is not installed) and, for each device, its name, backend and why; ready for JSON."""
+def describe_environment() -> dict:
+    """Versions (None for triton or transformers where it is not installed) and, for each device, its name, backend and why;
+    ready for JSON."""
     try:
-        triton = import_module("triton").__version__
+        triton = import_module("triton").__version__  # its distribution is not called triton everywhere
     except ImportError:
         triton = None
     return {
@@ -21,9 +21,21 @@ def environment() -> dict:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton,
-        "transformers": transformers.__version__,
+        "transformers": _transformers_version(),
         "devices": [_describe(device, triton) for device in _devices()],
     }
+
+
+def find_device(name: str | None) -> torch.device:
+    """The device of that name; None: a GPU where there is one. Raises ValueError where it cannot be had."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
+        raise ValueError(f"device must be cpu, cuda or cuda:0, cuda:1, ..., got {name!r}")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {name} is not there: torch sees {torch.cuda.device_count()} GPUs; use --device cpu")
+    return torch.device(name)
 
 
 def default_backend(device: torch.device) -> str | None:
@@ -43,11 +55,19 @@ def is_triton_usable(device: torch.device) -> bool:
     return True
 
 
-def _devices():
+def _transformers_version() -> str | None:
+    # Read, not imported: that takes seconds.
+    try:
+        return metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[torch.device]:
     return [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
 
 
-def _describe(device, triton):
+def _describe(device: torch.device, triton: str | None) -> dict[str, str | None]:
     if device.type == "cpu":
         threads = torch.get_num_threads()
         name = f"{platform.machine()}, {threads} thread{'s' * (threads > 1)}"

@@ -6,7 +6,7 @@ pytest.importorskip("transformers")
 
 import torch
 
-from cactus_kernels.assets import ASSETS, embedded_pair
+from cactus_kernels.tools.pair import ASSETS, embedded_pair
 
 MAX_BYTES = 8_000_000
 

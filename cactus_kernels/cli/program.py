@@ -1,0 +1,43 @@
+"""The command from its arguments to its exit code: everything that is wrong ends in one line on stderr."""
+
+import errno
+import os
+import sys
+from io import TextIOWrapper
+from typing import Any
+
+import typer
+
+from .commands import command_line
+from .failure import Failure
+
+PROGRAM = "cactus-kernels"
+UsageError: Any = typer.BadParameter.__base__  # what typer raises for arguments it cannot parse; no public name
+
+
+def run(argv: list[str]) -> int:
+    """The exit code: 0, 1 (failed) or 2 (bad arguments). Raises KeyboardInterrupt."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
+    try:
+        code = command_line().main(argv or ["--help"], prog_name=PROGRAM, standalone_mode=False)
+        sys.stdout.flush()
+    except UsageError as error:
+        return _fail(error.format_message(), 2)
+    except Failure as error:
+        return _fail(str(error), error.code)
+    except typer.Abort as error:
+        raise KeyboardInterrupt from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EPIPE):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left cannot be written at exit either
+        return 1 if error.errno == errno.EPIPE else _fail(str(error), 1)  # of a closed pipe nobody reads on
+    return code or 0
+
+
+def _fail(message: str, code: int) -> int:
+    line = " ".join(message.split())
+    print(f"{PROGRAM}: {line}", file=sys.stderr)
+    return code
