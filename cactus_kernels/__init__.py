@@ -3,6 +3,7 @@
 from importlib import import_module
 
 from . import law
+from .decoding.stats import Stats
 from .rows import SampleOutput, draw, row_stats, sample
 from .rules import (
     AdaptiveCactus,
@@ -19,18 +20,17 @@ from .rules import (
     Typical,
 )
 from .sampling import RowStats, Sampling
-from .stats import Stats
 from .verify import VerifyOutput, verify, verify_from_logits
 
 __version__ = "0.1.0"
 
 # These need transformers, which takes seconds to import: loaded when first asked for.
 _LAZY = {
-    "SpeculativeOutput": "generate",
-    "custom_generate": "generate",
+    "SpeculativeOutput": "decoding.generate",
+    "custom_generate": "decoding.generate",
     "embedded_pair": "assets",
-    "skip_layers": "drafters",
-    "speculative_generate": "generate",
+    "skip_layers": "decoding.drafters.model",
+    "speculative_generate": "decoding.generate",
 }
 
 __all__ = [

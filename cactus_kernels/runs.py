@@ -9,14 +9,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from .assets import embedded_pair
-from .cache import check_rollback, max_positions
 from .chat import end_of_turn
-from .checks import NUM_ASSISTANT_TOKENS, check_same_tokenizer
-from .generate import speculative_generate
-from .outputs import TextStream
-from .processors import eos_ids
+from .decoding.cache.rollback import check_rollback, max_positions
+from .decoding.call import NUM_ASSISTANT_TOKENS, check_same_tokenizer
+from .decoding.generate import speculative_generate
+from .decoding.outputs import TextStream
+from .decoding.processors import eos_ids
+from .decoding.stats import Stats
 from .rules import RULES, Rule, SpS, given, resolve_rule, strength_name
-from .stats import Stats
 from .verify import MAX_DRAFT_TOKENS
 
 DEFAULT_PROMPT = "Question: Maria has 5 boxes of pencils."

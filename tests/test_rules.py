@@ -8,7 +8,7 @@ import exact
 import numpy as np
 import pytest
 import torch
-from models import table_pair
+from support.models import table_pair
 from test_law import DRAWS, emitted_tokens, p_value, pair
 from test_law_theory import sequence_law
 

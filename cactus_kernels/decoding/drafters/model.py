@@ -12,8 +12,8 @@ import copy
 
 import torch
 
-from .batch import Scorer, arg_max
-from .rows import DraftSampler
+from ...rows import DraftSampler
+from ..batch import Scorer, arg_max
 
 
 class ModelDrafter:

@@ -1,20 +1,20 @@
 """Logits over ragged rows with rollbacks, against the plain forward of each row's own text."""
 
-import functools
 import random
 import shutil
 
-import flash
 import pytest
 import torch
 import transformers
-from models import COMMON, FAMILIES, V, build
+from support import flash
+from support.decoding import Widths
+from support.models import COMMON, FAMILIES, V, build
 from torch.nn.attention.flex_attention import create_mask
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from cactus_kernels.cache import SMALLEST_CAPACITY, RollbackModel, check_rollback, max_positions
-from cactus_kernels.cache_masks import BLOCK, block_mask, visible_slots
+from cactus_kernels.decoding.cache.masks import BLOCK, block_mask, visible_slots
+from cactus_kernels.decoding.cache.rollback import SMALLEST_CAPACITY, RollbackModel, check_rollback, max_positions
 
 PROMPTS = (3, 17, 9, 1)
 B = len(PROMPTS)
@@ -449,21 +449,6 @@ def test_wrong_calls_are_refused(ids, positions, length, message):
     rollback = RollbackModel(bigram(), 2, 20)
     with pytest.raises(ValueError, match=message):
         rollback(torch.zeros(ids, dtype=torch.int64), torch.zeros(positions, dtype=torch.int64), length=length)
-
-
-class Widths:
-    """Records the width of each call of a model's forward, and its mask's shape if it is given one mask."""
-
-    def __init__(self, model):
-        self.forward, self.calls = model.forward, []
-        functools.update_wrapper(self, model.forward)
-        model.forward = self
-
-    def __call__(self, **kwargs):
-        mask = kwargs["attention_mask"]
-        shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else None
-        self.calls.append((kwargs["input_ids"].shape[1], shape))
-        return self.forward(**kwargs)
 
 
 @pytest.mark.parametrize(

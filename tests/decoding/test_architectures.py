@@ -4,8 +4,8 @@ import exact
 import numpy as np
 import pytest
 import torch
-from models import FAMILIES, build
-from test_generate import noisy, outputs, p_value, plain, random_prompts, run
+from support.decoding import noisy, outputs, p_value, plain, random_prompts, run
+from support.models import FAMILIES, build
 
 from cactus_kernels import speculative_generate
 

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from .cache import RollbackModel
+from .cache.rollback import RollbackModel
 
 
 class Batch:

@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 import torch
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
 
+from ..inputs import choose_backend
+from ..rules import Coupled
+from ..verify import VerifyOutput, verify_from_logits
 from .batch import Batch, Scorer, arg_max
-from .cache_handover import CACHE_NAME, brought, give, take
-from .checks import NUM_ASSISTANT_TOKENS, check_prepared, check_request
-from .drafters import ModelDrafter, PromptLookup
+from .cache.handover import CACHE_NAME, brought, give, take
+from .call import NUM_ASSISTANT_TOKENS, check_prepared, check_request
+from .drafters.model import ModelDrafter, PromptLookup
 from .images import image_inputs
-from .inputs import choose_backend
 from .outputs import Streams, TokenScores
 from .processors import Processors, Stopping, callers_criteria, callers_processors, pad_id
-from .rules import Coupled
 from .stats import Stats, cache_bytes, peak_memory
-from .verify import VerifyOutput, verify_from_logits
 
 
 @dataclass

@@ -8,13 +8,13 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from . import philox
-from .cache import CACHE_KEYWORDS, check_rollback
-from .cache_handover import CACHE_NAME, check_cache
+from .. import philox
+from ..inputs import MAX_DRAFT_TOKENS, check_budget
+from ..rules import Rule, resolve_rule
+from ..sampling import Sampling
+from .cache.handover import CACHE_NAME, check_cache
+from .cache.rollback import CACHE_KEYWORDS, check_rollback
 from .images import IMAGE_INPUTS, check_images
-from .inputs import MAX_DRAFT_TOKENS, check_budget
-from .rules import Rule, resolve_rule
-from .sampling import Sampling
 
 # Settings of `generate` that change what is generated in a way this loop does not follow: (refused if, what to do).
 REFUSED = {

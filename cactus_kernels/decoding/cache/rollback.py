@@ -2,7 +2,7 @@
 
 After a round of speculative decoding every row of the batch keeps another number of tokens. Here the keys and values of
 the token at position t of a row live in slot t + 1 of that row, whatever the other rows do, and slot 0 takes what
-padding entries write. What a row attends to is made from the positions alone (`cache_masks`), so what lies in the slots
+padding entries write. What a row attends to is made from the positions alone (`masks.py`), so what lies in the slots
 past a row's end is never seen: rolling back is to write over.
 """
 
@@ -13,7 +13,7 @@ import torch
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from .cache_masks import MASKS, Masks, is_flash, right_aligned
+from .masks import MASKS, Masks, is_flash, right_aligned
 
 SMALLEST_CAPACITY = 64
 # The keyword that takes the cache, newest name first: transformers 5.24 writes `cache` for `past_key_values`.

@@ -10,8 +10,20 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from models import TableModel, build, table_pair
-from test_generate import EOS, PAD, PROCESSORS, Recorder, SumStops, chain, outputs, plain, random_prompts, run, uneven
+from support.decoding import (
+    EOS,
+    PAD,
+    PROCESSORS,
+    Recorder,
+    SumStops,
+    chain,
+    outputs,
+    plain,
+    random_prompts,
+    run,
+    uneven,
+)
+from support.models import TableModel, build, table_pair
 from transformers import (
     GenerationConfig,
     GenerationMixin,
@@ -21,10 +33,11 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from cactus_kernels import checks, speculative_generate
-from cactus_kernels.cache_handover import CACHE_NAME
+from cactus_kernels import speculative_generate
+from cactus_kernels.decoding import call
+from cactus_kernels.decoding.cache.handover import CACHE_NAME
 
-PAGE = (Path(__file__).parents[1] / "docs/generate.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs/generate.md").read_text(encoding="utf-8")
 VERDICTS = {
     name: verdict
     for names, verdict in re.findall(r"^\| (`.+?`) \| (\w+) \|", PAGE, re.M)
@@ -300,7 +313,7 @@ def test_weights_that_are_shared_out_among_processes(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     run(target, draft, prompts, max_new_tokens=2)
-    monkeypatch.setattr(checks, "is_fsdp_managed_module", lambda model: isinstance(model, TableModel))
+    monkeypatch.setattr(call, "is_fsdp_managed_module", lambda model: isinstance(model, TableModel))
     with pytest.raises(ValueError, match=r"shared out among processes .* gather them first"):
         run(target, draft, prompts, max_new_tokens=2)
 

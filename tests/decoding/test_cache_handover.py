@@ -5,13 +5,12 @@ import functools
 
 import pytest
 import torch
-from models import V, build
-from test_cache import Widths
-from test_generate import noisy, outputs, plain, random_prompts
+from support.decoding import Widths, noisy, outputs, plain, random_prompts
+from support.models import V, build
 from transformers import DynamicCache, StaticCache
 
 from cactus_kernels import custom_generate, speculative_generate
-from cactus_kernels.cache_handover import CACHE_NAME
+from cactus_kernels.decoding.cache.handover import CACHE_NAME
 
 FAMILIES = [("llama", "sdpa"), ("mistral", "sdpa"), ("gemma3", "sdpa"), ("gemma2", "eager"), ("gpt2", "sdpa")]
 FAMILIES += [("gemma3", "flex_attention")]

@@ -10,13 +10,13 @@ pytest.importorskip("transformers")
 
 import torch
 import transformers
-from models import MIXED, build, table_pair
-from test_generate import outputs, p_value, plain, random_prompts, rows_of, run, sampled
+from support.decoding import outputs, p_value, plain, random_prompts, rows_of, run, sampled
+from support.models import MIXED, build, table_pair
 from transformers import AutoModelForCausalLM
 
 from cactus_kernels import Cactus, skip_layers
-from cactus_kernels.batch import Batch
-from cactus_kernels.drafters import PromptLookup
+from cactus_kernels.decoding.batch import Batch
+from cactus_kernels.decoding.drafters.model import PromptLookup
 
 
 def looked_up(text, most, max_ngram_size):

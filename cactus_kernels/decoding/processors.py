@@ -9,7 +9,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
-from .sampling import Sampling
+from ..sampling import Sampling
 
 # The warpers that `Sampling` stands for, in the order it takes them, each with the name of its setting.
 WARPERS = (
