@@ -3,7 +3,6 @@
 from importlib import import_module
 
 from . import law
-from .decoding.stats import Stats
 from .rows import SampleOutput, draw, row_stats, sample
 from .rules import (
     AdaptiveCactus,
@@ -24,12 +23,13 @@ from .verify import VerifyOutput, verify, verify_from_logits
 
 __version__ = "0.1.0"
 
-# These need transformers, which takes seconds to import: loaded when first asked for.
+# Most of these need transformers, which takes seconds to import: loaded when first asked for.
 _LAZY = {
+    "GenerationStats": "decoding.stats",
     "SpeculativeOutput": "decoding.generate",
     "custom_generate": "decoding.generate",
     "embedded_pair": "assets",
-    "skip_layers": "decoding.drafters.model",
+    "skip_layers": "decoding.drafters.skip_layers",
     "speculative_generate": "decoding.generate",
 }
 
@@ -38,6 +38,7 @@ __all__ = [
     "Cactus",
     "Capped",
     "Coupled",
+    "GenerationStats",
     "Interpolation",
     "Lenience",
     "Mentored",
@@ -48,7 +49,6 @@ __all__ = [
     "Sampling",
     "SpS",
     "SpeculativeOutput",
-    "Stats",
     "TopK",
     "Typical",
     "VerifyOutput",

@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from . import law, runs
 from .assets import ASSETS
-from .decoding.cache.rollback import max_positions
+from .decoding.cache.support import max_positions
 from .rules import AdaptiveCactus, Cactus, Capped, Coupled, Interpolation, Mentored, Optimal, SpS, TopK, Typical, given
 
 MAX_DRAFTED = 16  # tokens a forward are given for 1 .. 16 drafted ones

@@ -10,12 +10,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from .assets import embedded_pair
 from .chat import end_of_turn
-from .decoding.cache.rollback import check_rollback, max_positions
-from .decoding.call import NUM_ASSISTANT_TOKENS, check_same_tokenizer
+from .decoding.cache.support import check_rollback, max_positions
 from .decoding.generate import speculative_generate
+from .decoding.keywords import NUM_ASSISTANT_TOKENS
+from .decoding.models import check_same_tokenizer
 from .decoding.outputs import TextStream
-from .decoding.processors import eos_ids
-from .decoding.stats import Stats
+from .decoding.prepared import eos_ids
+from .decoding.stats import GenerationStats
 from .rules import RULES, Rule, SpS, given, resolve_rule, strength_name
 from .verify import MAX_DRAFT_TOKENS
 
@@ -107,7 +108,7 @@ class Run:
     text: str
     token_ids: list[int]
     seconds: float
-    stats: Stats | None
+    stats: GenerationStats | None
 
     @property
     def tokens_per_second(self) -> float:

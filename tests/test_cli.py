@@ -244,7 +244,7 @@ def test_compare_greedy_gives_one_text(generate):
 def test_a_slower_run_says_so(generate, monkeypatch):
     """Time stands still but for the clock's own ticks, so that speculative runs take as long and give fewer tokens."""
     plain = runs.Run("plain", "", [0] * 10, 1.0, None)
-    stats = runs.Stats("sps", [], None, None, 4, [4], [20], [6], [10], [[2] * 3 + [0]], 1.2, 0.6, 0.1)
+    stats = runs.GenerationStats("sps", [], None, None, 4, [4], [20], [6], [10], [[2] * 3 + [0]], 1.2, 0.6, 0.1)
     slow, fast = runs.Run("sps", "", [0] * 10, 2.0, stats), runs.Run("cactus", "", [0] * 10, 0.9, stats)
     monkeypatch.setattr(runs, "compare", lambda *_: [plain, slow, fast])
     out = " ".join(generate(PROMPT, *SHORT, "--compare").split())
@@ -298,7 +298,9 @@ def test_text_in_brackets_is_text(command, monkeypatch):
 
 
 def fake_run():
-    return runs.Run("cactus", "", [0], 1.0, runs.Stats("cactus", [1.0], None, None, 1, [1], [0], [0], [1], [[0]]))
+    return runs.Run(
+        "cactus", "", [0], 1.0, runs.GenerationStats("cactus", [1.0], None, None, 1, [1], [0], [0], [1], [[0]])
+    )
 
 
 # -- what is wrong

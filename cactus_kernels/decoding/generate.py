@@ -1,53 +1,67 @@
 """`speculative_generate`: draft, score, verify, commit, over Hugging Face models."""
 
 import inspect
-import time
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 import torch
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedTokenizerBase, StoppingCriteria
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMixin
+from transformers.generation.streamers import BaseStreamer
 
-from ..inputs import choose_backend
-from ..rules import Coupled
-from ..verify import VerifyOutput, verify_from_logits
-from .batch import Batch, Scorer, arg_max
+from ..rules import Rule
+from .arguments import Arguments
+from .bad_scores import raise_if_bad
+from .batch import Batch, Emitted
 from .cache.handover import CACHE_NAME, brought, give, take
-from .call import NUM_ASSISTANT_TOKENS, check_prepared, check_request
-from .drafters.model import ModelDrafter, PromptLookup
+from .call import Call, check_call
+from .clock import Clock
+from .drafters.drafts import Drafter
+from .drafters.model import ModelDrafter
+from .drafters.prompt_lookup import PromptLookup
+from .drafters.sampler import DraftSampler
 from .images import image_inputs
+from .keywords import NUM_ASSISTANT_TOKENS, GenerateKeywords
 from .outputs import Streams, TokenScores
-from .processors import Processors, Stopping, callers_criteria, callers_processors, pad_id
-from .stats import Stats, cache_bytes, peak_memory
+from .prepared import Callers, Prepared, pad_id
+from .processors import Processors, callers_processors
+from .scorer import Scored, Scorer, Target, vocab_size_of
+from .stats import GenerationStats, cache_bytes, peak_memory
+from .stopping import Stopping, callers_criteria
+from .verifier import Verifier
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):
-    """What `generate` returns with `return_dict_in_generate=True`, and `stats` (a `Stats`)."""
+    """What `generate` returns with `return_dict_in_generate=True`, and `stats` (a `GenerationStats`)."""
 
-    stats: Stats | None = None
+    stats: GenerationStats | None = None
 
 
 def speculative_generate(
-    model,
-    input_ids=None,
+    model: torch.nn.Module,
+    input_ids: torch.Tensor | None = None,
     *,
-    assistant_model=None,
-    rule="cactus",
-    budget=None,
-    num_assistant_tokens=NUM_ASSISTANT_TOKENS,
-    draft_temperature=None,
-    seed=None,
-    backend=None,
-    generation_config=None,
-    logits_processor=None,
-    stopping_criteria=None,
-    prefix_allowed_tokens_fn=None,
-    streamer=None,
-    tokenizer=None,
-    assistant_tokenizer=None,
-    **kwargs,
-):
+    assistant_model: torch.nn.Module | None = None,
+    rule: Rule | str = "cactus",
+    budget: float | Sequence[float] | torch.Tensor | None = None,
+    num_assistant_tokens: int | Sequence[int] = NUM_ASSISTANT_TOKENS,
+    draft_temperature: float | None = None,
+    seed: int | Sequence[int] | torch.Tensor | None = None,
+    backend: Literal["triton", "torch"] | None = None,
+    generation_config: GenerationConfig | None = None,
+    logits_processor: Sequence[LogitsProcessor] | None = None,
+    stopping_criteria: Sequence[StoppingCriteria] | None = None,
+    prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None = None,
+    streamer: BaseStreamer | Sequence[BaseStreamer] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    assistant_tokenizer: PreTrainedTokenizerBase | None = None,
+    **kwargs: "Unpack[GenerateKeywords]",
+) -> torch.Tensor | SpeculativeOutput:
     """Generate with drafts and fused verification: a drop-in for `model.generate(..., assistant_model=...)`.
 
     Batches of any size; each request accepts its own number of tokens and ends alone. The default rule is lossy: with
@@ -87,33 +101,25 @@ def speculative_generate(
             or a processor gave NaN or other bad scores, naming the requests and which of them it was.
         RuntimeError: the backend asked for is not to be had.
     """
-    request = check_request(
-        model, input_ids, assistant_model, rule, budget, num_assistant_tokens, draft_temperature, seed, generation_config,
-        logits_processor, stopping_criteria, streamer, tokenizer, assistant_tokenizer, kwargs,
+    call = check_call(
+        Arguments(
+            model, input_ids, assistant_model, rule, budget, num_assistant_tokens, draft_temperature, seed, backend,
+            generation_config, logits_processor, stopping_criteria, streamer, tokenizer, assistant_tokenizer, kwargs,
+        )
     )  # fmt: skip
-    choose_backend(backend, model.device)
 
     # Names of no parameters, so that `generate` takes no keyword of the caller's for one of the loop's own.
     def decode(*args, **prepared):
-        return _decode(
-            *args,
-            **prepared,
-            request=request,
-            assistant_model=assistant_model,
-            backend=backend,
-            user_processors=logits_processor,
-            prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
-            streamer=streamer,
-        )
+        return _decode(call, Prepared.of(*args, Callers(logits_processor, prefix_allowed_tokens_fn), **prepared))
 
     return model.generate(
-        request.input_ids,
+        call.input_ids,
         generation_config=generation_config,
         logits_processor=logits_processor,
-        stopping_criteria=request.stopping_criteria,
+        stopping_criteria=call.stopping_criteria,
         prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
         custom_generate=decode,
-        **request.kwargs,
+        **call.keywords,
     )
 
 
@@ -156,29 +162,23 @@ def custom_generate(
     settings = {"stop_strings": stop_strings, "prompt_lookup_num_tokens": prompt_lookup_num_tokens}
     settings |= {"max_matching_ngram_size": max_matching_ngram_size, "attention_mask": attention_mask}
     settings |= image_inputs(model_kwargs) | {CACHE_NAME: brought(model_kwargs)}
-    request = check_request(
-        model, input_ids, assistant_model, rule, budget, num_assistant_tokens, draft_temperature, seed, generation_config,
-        logits_processor, callers_criteria(stopping_criteria, generation_config), streamer, tokenizer, assistant_tokenizer,
-        {name: value for name, value in settings.items() if value is not None}, expanded=True,
+    call = check_call(
+        Arguments(
+            model, input_ids, assistant_model, rule, budget, num_assistant_tokens, draft_temperature, seed, backend,
+            generation_config, logits_processor, callers_criteria(stopping_criteria, generation_config), streamer, tokenizer,
+            assistant_tokenizer, {name: value for name, value in settings.items() if value is not None}, expanded=True,
+        )
     )  # fmt: skip
-    choose_backend(backend, model.device)
-    user_processors, prefix_allowed_tokens_fn = callers_processors(
-        model, logits_processor, generation_config, input_ids, attention_mask
-    )
-    return _decode(
+    prepared = Prepared.of(
         model,
-        request.input_ids,
+        call.input_ids,
+        callers_processors(model, logits_processor, generation_config, input_ids, attention_mask),
         logits_processor=logits_processor,
         stopping_criteria=stopping_criteria,
         generation_config=generation_config,
-        request=request,
-        assistant_model=assistant_model,
-        backend=backend,
-        user_processors=user_processors,
-        prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
-        streamer=streamer,
         **model_kwargs,
     )
+    return _decode(call, prepared)
 
 
 def _refuse_lost(frame):
@@ -197,177 +197,102 @@ def _refuse_lost(frame):
             )
 
 
-def _decode(
-    model,
-    input_ids,
-    *,
-    logits_processor,
-    stopping_criteria,
-    generation_config,
-    request,
-    assistant_model,
-    backend,
-    user_processors,
-    prefix_allowed_tokens_fn,
-    streamer,
-    attention_mask=None,
-    **model_kwargs,
-):
-    """The decoding loop, called by `generate` with everything prepared (`num_return_sequences` rows expanded too)."""
-    check_prepared(input_ids, attention_mask, model_kwargs)
-    new_tokens = generation_config.max_length - input_ids.shape[1]
-    batch = Batch(input_ids, attention_mask, new_tokens, request.num_assistant_tokens, request.prefill_chunk_size)
-    processors = Processors(
-        model, logits_processor, generation_config, user_processors, prefix_allowed_tokens_fn, batch.prompts, new_tokens
-    )
-    stopping = Stopping(stopping_criteria, generation_config, request.stopping_criteria)
-    decoder = _Decoder(
-        model, assistant_model, batch, processors, request, request.seeds(batch.size), backend,
-        greedy=not generation_config.do_sample,
-    )  # fmt: skip
-    cache = model_kwargs.get(CACHE_NAME)
-    if request.continues:
-        decoder.cached = take(decoder.scorer.model, cache, batch.padding)
-    stats = Stats.of(request.rule, batch.size, request.budget)
-    kept = TokenScores(generation_config, batch.size, processors.warpers)
-    clock = _Clock(model.device)
-    images = image_inputs(model_kwargs)
-    if images:
-        with clock.time("target"):
-            decoder.read_prompt(images)
-        stats.target_forwards += 1
-    streams = Streams(streamer, input_ids, batch.prompts)
-
-    while batch.active:
-        with clock.time("draft"):
-            draft_token_ids, drawn_from = decoder.draft()
-        with clock.time("target"):
-            logits, scores = decoder.score()
-        with clock.time("verify"):
-            verified = decoder.verify(scores, draft_token_ids, drawn_from)
-        emitted = batch.commit(verified, stopping, stats, (logits, scores, draft_token_ids))
-        stats.target_forwards += 1
-        kept.put(logits, scores, emitted)
+def _decode(call: Call, prepared: Prepared) -> torch.Tensor | SpeculativeOutput:
+    """Decode what `generate` has prepared (`num_return_sequences` rows expanded too)."""
+    prepared.check()
+    decoder = _Decoder(call, prepared)
+    batch = decoder.batch
+    stats = GenerationStats.of(call.rule, batch.size, call.budget)
+    kept = TokenScores(prepared.generation_config, batch.size, decoder.processors.warpers)
+    decoder.read_images(prepared.images)
+    streams = Streams(call.streamer, prepared.input_ids, batch.prompts)
+    for scored, emitted in decoder.rounds():
+        stats.count(emitted)
+        kept.put(scored, emitted)
         streams.put(emitted, batch.remaining)
-
-    if request.budget is not None:
-        stats.spent = (request.budget - decoder.left).tolist()
-    stats.draft_seconds, stats.target_seconds, stats.verify_seconds = (
-        clock.seconds(k) for k in ("draft", "target", "verify")
-    )
-    stats.target_cache_bytes, stats.draft_cache_bytes = map(cache_bytes, (decoder.scorer.model, decoder.drafter.model))
-    stats.peak_memory_bytes = peak_memory(model.device)
-    sequences = batch.sequences(input_ids, pad_id(generation_config))
-    if generation_config.return_dict_in_generate or request.continues:
-        # Up to the end of the shortest row but its last token, which no forward pass has seen.
-        seen = input_ids.shape[1] + min(stats.tokens) - 1
-        cache = give(decoder.scorer.model, cache, batch.padding, seen)
-    if generation_config.return_dict_in_generate:
-        return SpeculativeOutput(
-            sequences=sequences, scores=kept.scores(), logits=kept.logits(), stats=stats, **{CACHE_NAME: cache}
-        )
-    return sequences
+    return _output(call, prepared, decoder, kept, decoder.measured(stats))
 
 
 class _Decoder:
-    """Target and drafts over a batch, and the random stream of each row."""
+    """The parts that a call is decoded by."""
 
-    def __init__(self, model, assistant_model, batch, processors, request, seed, backend, greedy):
-        self.left = request.budget  # of a budget, float64 [B]; or None
-        self.batch, self.rule, self.seed, self.backend, self.greedy = batch, request.rule, seed, backend, greedy
-        self.sampling = draft_sampling = processors.sampling
-        if request.draft_temperature is not None:
-            draft_sampling = replace(self.sampling, temperature=request.draft_temperature)
-        vocab_size = model.config.get_text_config().vocab_size
-        self.scorer = Scorer(model, batch, processors, vocab_size)
-        self.offset = torch.zeros(batch.size, dtype=torch.int64, device=batch.device)
-        if request.max_ngram_size is None:
-            self.drafter = ModelDrafter(
-                assistant_model,
-                batch,
-                processors,
-                vocab_size,
-                None if greedy else draft_sampling,
-                seed,
-                self.offset,
-                backend,
-            )
-        else:
-            self.drafter = PromptLookup(batch, request.max_ngram_size)
-        self.first_round = True
-        self.cached = 0  # tokens of the longest row that the target need not read again
-
-    def draft(self):
-        """Drafts of the round: ids int64 [B, m], -1 beyond a row's number, and the rows they were drawn from (drafters.py)."""
-        return self.drafter.draft()
-
-    def read_prompt(self, images):
-        """The target's pass over the prompt alone: among drafts there may be tokens that stand for images."""
-        length = max(self.batch.length)
-        self.scorer.model(*self.batch.block(length - self.cached, 0), length=length, logits_to_keep=1, **images)
-        self.cached = length - 1
-
-    def score(self):
-        """The target at the last token and every draft: logits [B, m + 1, V], as they are and as processors leave them."""
-        batch = self.batch
-        m = max(batch.drafts)
-        tokens, positions = batch.block(max(batch.length) - self.cached if self.first_round else 1, m)
-        self.first_round = False
-        logits = self.scorer.logits(tokens, positions, ahead=0, keep=m + 1)
-        return logits, self.scorer.scores(logits, ahead=0)
-
-    def verify(self, scores, draft_token_ids, drawn_from):
-        """Accept, recover: a `VerifyOutput`. The random words of every drafted row are spent, also of rejected ones."""
-        if self.greedy:
-            return verify_greedy(arg_max(scores), draft_token_ids)
-        verified = verify_from_logits(
-            scores, drawn_from.pop("draft_logits", None), draft_token_ids, self.rule, sampling=self.sampling,
-            budget=self.left, seed=self.seed, offset=self.offset, backend=self.backend, **drawn_from,
+    def __init__(self, call: Call, prepared: Prepared):
+        model = prepared.model
+        self.batch = Batch(
+            prepared.input_ids, prepared.attention_mask, prepared.new_tokens, call.num_assistant_tokens,
+            call.prefill_chunk_size,
         )  # fmt: skip
-        if self.left is not None:
-            self.left = self.left - verified.spent
-        # Of a coupled draw the words are those of the token's position, whatever was drafted.
-        coupled = isinstance(self.rule, Coupled)
-        self.offset += (verified.token_ids >= 0).sum(1) if coupled else self.batch.num_drafts + 1
-        return verified
+        self.processors = Processors(prepared, self.batch.prompts)
+        self.stopping = Stopping(prepared, call.stopping_criteria)
+        self.scorer = Scorer(model, self.batch, self.processors, vocab_size_of(model))
+        sampling = self.processors.sampling if prepared.generation_config.do_sample else None
+        self.verifier = Verifier(call, self.batch, sampling)
+        self.drafter = self._drafter(call, sampling)
+        cached = take(self.scorer.model, prepared.cache, self.batch.padding) if call.continues else 0
+        self.target = Target(self.scorer, cached)
+        self.clock = Clock(model.device)
+
+    def _drafter(self, call, sampling) -> Drafter:
+        batch, verifier = self.batch, self.verifier
+        if call.max_ngram_size is not None:
+            return PromptLookup(batch, call.max_ngram_size)
+        scorer = Scorer(call.assistant_model, batch, self.processors, self.scorer.vocab_size)
+        if sampling is None:
+            return ModelDrafter(scorer, None)
+        if call.draft_temperature is not None:
+            sampling = replace(sampling, temperature=call.draft_temperature)
+        return ModelDrafter(
+            scorer, DraftSampler(verifier.seed, sampling, max(batch.num_assistant_tokens), call.backend)
+        )
+
+    def read_images(self, images):
+        """The target's pass over a prompt with images, where there are any."""
+        if images:
+            with self.clock.time("target"):
+                self.target.read_prompt(images)
+
+    def rounds(self) -> Iterator[tuple[Scored, list[Emitted]]]:
+        """Draft, score, verify, commit, until every row has ended: of each round the target's scores, and what rows got."""
+        batch, clock = self.batch, self.clock
+        while batch.active:
+            with clock.time("draft"):
+                drafts = self.drafter.draft(self.verifier.offset)
+            with clock.time("target"):
+                scored = self.target.score()
+            with clock.time("verify"):
+                verified = self.verifier.verify(scored.scores, drafts)
+            emitted = batch.emit(verified, self.stopping)
+            raise_if_bad(batch, verified, emitted, drafts, scored)
+            batch.commit(emitted)
+            yield scored, emitted
+
+    def measured(self, stats: GenerationStats) -> GenerationStats:
+        """The same with what the rounds took."""
+        return replace(
+            stats,
+            spent=self.verifier.spent,
+            target_forwards=self.target.forwards,
+            draft_seconds=self.clock.seconds("draft"),
+            target_seconds=self.clock.seconds("target"),
+            verify_seconds=self.clock.seconds("verify"),
+            target_cache_bytes=cache_bytes(self.target.model),
+            draft_cache_bytes=cache_bytes(self.drafter.model),
+            peak_memory_bytes=peak_memory(self.batch.device),
+        )
 
 
-def verify_greedy(target_token_ids, draft_token_ids) -> VerifyOutput:
-    """Verification at temperature 0: a drafted token is accepted iff it is the target's arg max.
-
-    target_token_ids: int64 [B, m + 1], -1 where a row is bad. draft_token_ids: int64 [B, m], -1 where a draft has ended.
-    """
-    m = draft_token_ids.shape[1]
-    accepted = (target_token_ids[:, :m] == draft_token_ids) & (draft_token_ids >= 0)
-    num_accepted = accepted.long().cumprod(1).sum(1)
-    j = torch.arange(m + 1, device=target_token_ids.device)
-    token_ids = torch.where(j <= num_accepted[:, None], target_token_ids, -1)
-    valid = target_token_ids.gather(1, num_accepted[:, None])[:, 0] >= 0
-    return VerifyOutput(token_ids, num_accepted.int(), valid)
-
-
-class _Clock:
-    """Seconds spent under each name, without waiting for the device until they are asked for."""
-
-    def __init__(self, device):
-        self.cuda = device.type == "cuda"
-        self.spans = {}
-
-    def _now(self):
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    @contextmanager
-    def time(self, name):
-        start = self._now()
-        yield
-        self.spans.setdefault(name, []).append((start, self._now()))
-
-    def seconds(self, name):
-        if not self.cuda:
-            return sum(end - start for start, end in self.spans.get(name, ()))
-        torch.cuda.synchronize()
-        return sum(start.elapsed_time(end) for start, end in self.spans.get(name, ())) / 1000
+def _output(
+    call: Call, prepared: Prepared, decoder: _Decoder, kept: TokenScores, stats: GenerationStats
+) -> torch.Tensor | SpeculativeOutput:
+    """What `generate` returns: sequences alone, or with the rest. The cache is filled where it is given back."""
+    config, batch, cache = prepared.generation_config, decoder.batch, prepared.cache
+    sequences = batch.sequences(prepared.input_ids, pad_id(config))
+    if config.return_dict_in_generate or call.continues:
+        # Up to the end of the shortest row but its last token, which no forward pass has seen.
+        seen = prepared.input_ids.shape[1] + min(stats.tokens) - 1
+        cache = give(decoder.target.model, cache, batch.padding, seen)
+    if not config.return_dict_in_generate:
+        return sequences
+    return SpeculativeOutput(
+        sequences=sequences, scores=kept.scores(), logits=kept.logits(), stats=stats, **{CACHE_NAME: cache}
+    )

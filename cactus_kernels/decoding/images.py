@@ -5,7 +5,7 @@ The draft reads the text alone, with the tokens that stand for images in it.
 
 import inspect
 
-from .cache.rollback import CACHE_KEYWORDS, without_wrapper
+from .cache.support import CACHE_KEYWORDS, without_wrapper
 
 # What a forward pass may take beside the text. `generate` encodes pixels before decoding where the model can.
 IMAGE_INPUTS = ("pixel_values", "image_sizes", "pixel_mask", "pixel_attention_mask", "mm_encoder_outputs")

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from cactus_kernels.decoding.cache.masks import BLOCK, block_mask, visible_slots
-from cactus_kernels.decoding.cache.rollback import SMALLEST_CAPACITY, RollbackModel, check_rollback, max_positions
+from cactus_kernels.decoding.cache.rollback import SMALLEST_CAPACITY, RollbackModel
+from cactus_kernels.decoding.cache.support import check_rollback, max_positions
 
 PROMPTS = (3, 17, 9, 1)
 B = len(PROMPTS)

@@ -44,8 +44,10 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation import logits_process as hf
 
 from cactus_kernels import Cactus, Rule, embedded_pair, philox, speculative_generate
-from cactus_kernels.decoding import generate
-from cactus_kernels.decoding.drafters import model as drafters
+from cactus_kernels.decoding.drafters.drafts import DraftRows, Drafts
+from cactus_kernels.decoding.drafters.model import ModelDrafter
+from cactus_kernels.decoding.drafters.sampler import DraftSampler
+from cactus_kernels.decoding.verifier import Verifier
 
 
 def markov_law(table, context, length):
@@ -129,14 +131,14 @@ def test_a_strength_for_each_row():
 
 
 def without_advance(monkeypatch):
-    right = generate._Decoder.verify
+    right = Verifier.verify
 
     def verify(self, *args):
         verified = right(self, *args)
-        self.offset.zero_()
+        self.offset = torch.zeros_like(self.offset)
         return verified
 
-    monkeypatch.setattr(generate._Decoder, "verify", verify)
+    monkeypatch.setattr(Verifier, "verify", verify)
 
 
 def draft_words_for_verification(monkeypatch):
@@ -145,27 +147,27 @@ def draft_words_for_verification(monkeypatch):
 
 
 def one_draft_word_a_round(monkeypatch):
-    right = drafters.DraftSampler.draw
+    right = DraftSampler.draw
 
     def draw(self, logits, j):
         self.noise = dict.fromkeys([j], *self.noise.values()) if self.noise else {}
         return right(self, logits, j)
 
-    monkeypatch.setattr(drafters.DraftSampler, "draw", draw)
+    monkeypatch.setattr(DraftSampler, "draw", draw)
 
 
 def raw_draft_rows(monkeypatch):
-    right = generate._Decoder.draft
+    right = ModelDrafter.draft
 
-    def draft(self):
+    def draft(self, offset):
         """Verified at temperature 1, whatever they were drawn at."""
-        ids, drawn_from = right(self)
-        if drawn_from:
-            weights = drawn_from["draft_probs"].sqrt()  # they were drawn at 0.5
-            drawn_from["draft_probs"] = weights / weights.sum(-1, keepdim=True)
-        return ids, drawn_from
+        drafts = right(self, offset)
+        if drafts.rows.probs is None:
+            return drafts
+        weights = drafts.rows.probs.sqrt()  # they were drawn at 0.5
+        return Drafts(drafts.token_ids, DraftRows(probs=weights / weights.sum(-1, keepdim=True)))
 
-    monkeypatch.setattr(generate._Decoder, "draft", draft)
+    monkeypatch.setattr(ModelDrafter, "draft", draft)
 
 
 @pytest.mark.parametrize(

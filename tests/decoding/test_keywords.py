@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from cactus_kernels import speculative_generate
-from cactus_kernels.decoding import call
+from cactus_kernels.decoding import models
 from cactus_kernels.decoding.cache.handover import CACHE_NAME
 
 PAGE = (Path(__file__).parents[2] / "docs/generate.md").read_text(encoding="utf-8")
@@ -313,7 +313,7 @@ def test_weights_that_are_shared_out_among_processes(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     run(target, draft, prompts, max_new_tokens=2)
-    monkeypatch.setattr(call, "is_fsdp_managed_module", lambda model: isinstance(model, TableModel))
+    monkeypatch.setattr(models, "is_fsdp_managed_module", lambda model: isinstance(model, TableModel))
     with pytest.raises(ValueError, match=r"shared out among processes .* gather them first"):
         run(target, draft, prompts, max_new_tokens=2)
 
