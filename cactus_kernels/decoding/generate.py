@@ -42,7 +42,7 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
     stats: GenerationStats | None = None
 
 
-def speculative_generate(
+def speculative_generate(  # noqa: PLR0913 (keywords of `generate` and the loop's own)
     model: torch.nn.Module,
     input_ids: torch.Tensor | None = None,
     *,
@@ -101,18 +101,17 @@ def speculative_generate(
             or a processor gave NaN or other bad scores, naming the requests and which of them it was.
         RuntimeError: the backend asked for is not to be had.
     """
-    call = check_call(
-        Arguments(
-            model, input_ids, assistant_model, rule, budget, num_assistant_tokens, draft_temperature, seed, backend,
-            generation_config, logits_processor, stopping_criteria, streamer, tokenizer, assistant_tokenizer, kwargs,
-        )
+    arguments = Arguments(
+        model, input_ids, assistant_model, rule, budget, num_assistant_tokens, draft_temperature, seed, backend,
+        generation_config, logits_processor, stopping_criteria, streamer, tokenizer, assistant_tokenizer, kwargs,
     )  # fmt: skip
+    call = check_call(arguments)
 
     # Names of no parameters, so that `generate` takes no keyword of the caller's for one of the loop's own.
     def decode(*args, **prepared):
         return _decode(call, Prepared.of(*args, Callers(logits_processor, prefix_allowed_tokens_fn), **prepared))
 
-    return model.generate(
+    return arguments.model.generate(
         call.input_ids,
         generation_config=generation_config,
         logits_processor=logits_processor,
@@ -123,7 +122,7 @@ def speculative_generate(
     )
 
 
-def custom_generate(
+def custom_generate(  # noqa: PLR0913 (`generate` passes on what stands here by name)
     model,
     input_ids,
     *,
@@ -162,13 +161,12 @@ def custom_generate(
     settings = {"stop_strings": stop_strings, "prompt_lookup_num_tokens": prompt_lookup_num_tokens}
     settings |= {"max_matching_ngram_size": max_matching_ngram_size, "attention_mask": attention_mask}
     settings |= image_inputs(model_kwargs) | {CACHE_NAME: brought(model_kwargs)}
-    call = check_call(
-        Arguments(
-            model, input_ids, assistant_model, rule, budget, num_assistant_tokens, draft_temperature, seed, backend,
-            generation_config, logits_processor, callers_criteria(stopping_criteria, generation_config), streamer, tokenizer,
-            assistant_tokenizer, {name: value for name, value in settings.items() if value is not None}, expanded=True,
-        )
+    arguments = Arguments(
+        model, input_ids, assistant_model, rule, budget, num_assistant_tokens, draft_temperature, seed, backend,
+        generation_config, logits_processor, callers_criteria(stopping_criteria, generation_config), streamer, tokenizer,
+        assistant_tokenizer, {name: value for name, value in settings.items() if value is not None}, expanded=True,
     )  # fmt: skip
+    call = check_call(arguments)
     prepared = Prepared.of(
         model,
         call.input_ids,

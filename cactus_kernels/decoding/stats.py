@@ -107,7 +107,7 @@ class GenerationStats:
 
 def cache_bytes(model) -> int:
     """Bytes of the keys and values that a `RollbackModel` holds; 0 for None."""
-    layers = () if model is None else model.cache.layers
+    layers = () if model is None else model.layers
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers if layer.is_initialized)
 
 
@@ -117,7 +117,7 @@ def peak_memory(device: torch.device) -> int | None:
         return torch.cuda.max_memory_allocated(device)
     if device.type != "cpu" or sys.platform == "win32":
         return None
-    import resource
+    import resource  # noqa: PLC0415 (there is none on Windows)
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak

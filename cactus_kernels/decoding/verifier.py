@@ -24,7 +24,7 @@ class Verifier:
         self.batch, self.rule, self.sampling, self.backend = batch, call.rule, sampling, call.backend
         self.seed = call.seeds(batch.size)
         self.offset = torch.zeros(batch.size, dtype=torch.int64, device=batch.device)
-        self.budget = self.left = call.budget
+        self.left = self.budget = call.budget
 
     def verify(self, scores: torch.Tensor, drafts: Drafts) -> VerifyOutput:
         """scores: [B, m + 1, V], the target's. The random words of every drafted row are spent, also of rejected ones."""
@@ -35,7 +35,7 @@ class Verifier:
             scores, rows.logits, drafts.token_ids, self.rule, sampling=self.sampling, draft_probs=rows.probs,
             draft_stats=rows.stats, budget=self.left, seed=self.seed, offset=self.offset, backend=self.backend,
         )  # fmt: skip
-        if self.left is not None:
+        if self.left is not None and verified.spent is not None:
             self.left = self.left - verified.spent
         # Of a coupled draw the words are those of the token's position, whatever was drafted.
         coupled = isinstance(self.rule, Coupled)
@@ -45,7 +45,7 @@ class Verifier:
     @property
     def spent(self) -> list[float] | None:
         """Nats that each row has spent of its budget; None without one."""
-        return None if self.budget is None else (self.budget - self.left).tolist()
+        return None if self.budget is None or self.left is None else (self.budget - self.left).tolist()
 
 
 def verify_greedy(target_token_ids, draft_token_ids) -> VerifyOutput:

@@ -7,7 +7,9 @@ past a row's end is never seen: rolling back is to write over.
 """
 
 import inspect
+from collections.abc import Callable
 from functools import partial
+from typing import Any, cast
 
 import torch
 from transformers import Cache
@@ -28,17 +30,20 @@ class Slots:
     view: (keys or values [B, heads, capacity, head_dim], those of the call [B, heads, T, head_dim]) to what a layer gives.
     """
 
-    def __init__(self):
-        self.index = None
+    index: torch.Tensor
+    view: Callable[[torch.Tensor, torch.Tensor], Any]
+
+    def __init__(self) -> None:
         self.used = self.capacity = 0
         self.seen = self.past = 0
-        self.view = None
 
 
 class ScatterLayer(CacheLayerMixin):
     """Keys and values of one layer, each [B, heads, capacity, head_dim], written at `slots.index`."""
 
     is_sliding = False
+    keys: torch.Tensor
+    values: torch.Tensor
 
     def __init__(self, slots: Slots):
         super().__init__()
@@ -101,7 +106,8 @@ class RollbackModel:
         self.max_length = max_length
         self.chunk = prefill_chunk_size
         self.slots = Slots()
-        self.cache = Cache(layer_class_to_replicate=partial(ScatterLayer, self.slots))
+        # A class in transformers' own caches, and called as this one is.
+        self.cache = Cache(layer_class_to_replicate=partial(ScatterLayer, self.slots))  # type: ignore[arg-type]
         self.cache_keyword = cache_keyword(model)
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         config = model.config.get_text_config()
@@ -142,7 +148,7 @@ class RollbackModel:
         if not 0 <= length <= self.max_length:
             raise ValueError(f"length is {length}, not in 0 .. {self.max_length}: make max_length larger")
         T = input_ids.shape[1]
-        if T <= (self.chunk or T):
+        if self.chunk is None or T <= self.chunk:
             return self._forward(input_ids, positions, length, behind, logits_to_keep or T, inputs)
         keep, chunk, logits = logits_to_keep or T, self.chunk, []
         for start in range(0, T, chunk):
@@ -227,6 +233,11 @@ class RollbackModel:
         if slots.used > slots.capacity:
             slots.capacity = min(max(SMALLEST_CAPACITY, 2 * slots.used), self.max_length + 1)
 
+    @property
+    def layers(self) -> list[ScatterLayer]:
+        """Of the cache; none before the first call."""
+        return cast(list[ScatterLayer], self.cache.layers)
+
     def load(self, layer: int, positions, keys: torch.Tensor, values: torch.Tensor, *, length: int) -> None:
         """Set a layer's keys and values, each [B, heads, n, head_dim], at positions int64 [B, n], all below `length`."""
         self._place(positions, length)
@@ -235,9 +246,9 @@ class RollbackModel:
 
     def unload(self, layer: int, positions) -> tuple[torch.Tensor, torch.Tensor]:
         """Take a layer's keys and values at positions int64 [B, n], anything where they are -1; the layer keeps nothing."""
-        buffers, index = self.cache.layers[layer], (positions + 1)[:, None, :, None]
-        states = tuple(
+        buffers, index = self.layers[layer], (positions + 1)[:, None, :, None]
+        keys, values = (
             x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in (buffers.keys, buffers.values)
         )
-        buffers.keys = buffers.values = None
-        return states
+        buffers.keys = buffers.values = keys.new_empty(0)
+        return keys, values

@@ -41,6 +41,6 @@ class ModelDrafter:
             tokens = token.clamp(min=0)[:, None]
             positions = draft_positions if draft_positions is None else draft_positions[:, j : j + 1]
             batch.write(tokens, j)
-        j = torch.arange(m, device=batch.device)
-        ids = torch.stack(drafted, 1).masked_fill(j >= batch.num_drafts[:, None], -1)
+        steps = torch.arange(m, device=batch.device)
+        ids = torch.stack(drafted, 1).masked_fill(steps >= batch.num_drafts[:, None], -1)
         return Drafts(ids, sampler.drawn_from() if sampler else CERTAIN)
