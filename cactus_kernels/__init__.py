@@ -1,6 +1,7 @@
 """Speculative sampling for large language models: Cactus and SpS verification in one launch, and the loop around it."""
 
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from . import law
 from .rows import SampleOutput, draw, row_stats, sample
@@ -20,6 +21,12 @@ from .rules import (
 )
 from .sampling import RowStats, Sampling
 from .verify import VerifyOutput, verify, verify_from_logits
+
+if TYPE_CHECKING:  # what is loaded lazily, for type checkers
+    from .assets import embedded_pair
+    from .decoding.drafters.skip_layers import skip_layers
+    from .decoding.generate import SpeculativeOutput, custom_generate, speculative_generate
+    from .decoding.stats import GenerationStats
 
 __version__ = "0.1.0"
 
@@ -65,11 +72,11 @@ __all__ = [
 ]
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(import_module(f".{_LAZY[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})

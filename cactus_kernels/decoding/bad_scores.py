@@ -27,7 +27,7 @@ def raise_if_bad(batch: Batch, verified: VerifyOutput, emitted: list[Emitted], d
 
 def _message(positions, batch, drafts, scored):
     """positions: of each row with a bad value, the drafted position of it."""
-    rows_of = {}
+    rows_of: dict[str, list[int]] = {}
     for b, j in positions.items():
         if not _is_law(scored.logits[b, j]):
             whose = f"the target's own logits are {BAD}"

@@ -50,7 +50,7 @@ class Batch:
         self.length = [P - pad for pad in self.padding]
         self.max_length = max(self.length) + new_tokens
         self.remaining = [new_tokens] * self.size
-        self.emitted = [[] for _ in range(self.size)]
+        self.emitted: list[list[int]] = [[] for _ in range(self.size)]
         self.text = torch.zeros(
             (self.size, self.max_length + max(num_assistant_tokens)), dtype=torch.int64, device=self.device
         )

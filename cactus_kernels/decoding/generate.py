@@ -49,9 +49,9 @@ def speculative_generate(  # noqa: PLR0913 (keywords of `generate` and the loop'
     assistant_model: torch.nn.Module | None = None,
     rule: Rule | str = "cactus",
     budget: float | Sequence[float] | torch.Tensor | None = None,
-    num_assistant_tokens: int | Sequence[int] = NUM_ASSISTANT_TOKENS,
+    num_assistant_tokens: int | list[int] | tuple[int, ...] = NUM_ASSISTANT_TOKENS,
     draft_temperature: float | None = None,
-    seed: int | Sequence[int] | torch.Tensor | None = None,
+    seed: int | list[int] | tuple[int, ...] | torch.Tensor | None = None,
     backend: Literal["triton", "torch"] | None = None,
     generation_config: GenerationConfig | None = None,
     logits_processor: Sequence[LogitsProcessor] | None = None,
@@ -109,7 +109,7 @@ def speculative_generate(  # noqa: PLR0913 (keywords of `generate` and the loop'
 
     # Names of no parameters, so that `generate` takes no keyword of the caller's for one of the loop's own.
     def decode(*args, **prepared):
-        return _decode(call, Prepared.of(*args, Callers(logits_processor, prefix_allowed_tokens_fn), **prepared))
+        return _decode(call, Prepared.of(Callers(logits_processor, prefix_allowed_tokens_fn), *args, **prepared))
 
     return arguments.model.generate(
         call.input_ids,
@@ -168,9 +168,9 @@ def custom_generate(  # noqa: PLR0913 (`generate` passes on what stands here by 
     )  # fmt: skip
     call = check_call(arguments)
     prepared = Prepared.of(
+        callers_processors(model, logits_processor, generation_config, input_ids, attention_mask),
         model,
         call.input_ids,
-        callers_processors(model, logits_processor, generation_config, input_ids, attention_mask),
         logits_processor=logits_processor,
         stopping_criteria=stopping_criteria,
         generation_config=generation_config,

@@ -22,7 +22,7 @@ class TokenScores:
             "logits": bool(asked and generation_config.output_logits),
             "scores": bool(asked and generation_config.output_scores),
         }
-        self.rows = {name: [[] for _ in range(batch_size)] for name in self.asked}
+        self.rows: dict[str, list[list[torch.Tensor]]] = {name: [[] for _ in range(batch_size)] for name in self.asked}
 
     def put(self, scored: Scored, emitted: Sequence[Emitted]) -> None:
         """A round: the target's scores at the places of the emitted tokens, and these."""
@@ -76,13 +76,15 @@ class TextStream(BaseStreamer):
 
     def __init__(self, tokenizer, write):
         self.tokenizer, self.write = tokenizer, write
-        self.ids, self.start, self.read = None, 0, 0
+        self.ids: list[int] = []
+        self.has_prompt, self.start, self.read = False, 0, 0
 
     def put(self, value):
         """The prompt's ids, then new ones; int64, any shape."""
         tokens = value.flatten().tolist()
-        if self.ids is None:
-            self.ids, self.start, self.read = tokens, max(0, len(tokens) - CONTEXT), len(tokens)
+        if not self.has_prompt:
+            self.ids, self.has_prompt = tokens, True
+            self.start, self.read = max(0, len(tokens) - CONTEXT), len(tokens)
             return
         for token in tokens:
             self.ids.append(token)

@@ -44,7 +44,7 @@ class Prepared:
 
     @classmethod
     def of(
-        cls, model, input_ids, callers, *, logits_processor, stopping_criteria, generation_config, attention_mask=None,
+        cls, callers, model, input_ids, *, logits_processor, stopping_criteria, generation_config, attention_mask=None,
         **model_kwargs,
     ) -> "Prepared":  # fmt: skip
         """From the arguments of a loop that `generate` calls."""

@@ -23,7 +23,7 @@ class DraftSampler:
         self.seed, self.sampling, self.count, self.backend = seed, sampling, count, backend
         self.in_torch, self.on_host = choose_backend(backend, seed.device) == "torch", seed.device.type == "cpu"
         self.settings = rows_torch.Settings.of(sampling, len(seed)) if self.in_torch else None
-        self.rows = None  # [B, count, V], probabilities or logits
+        self.rows: torch.Tensor | None = None  # [B, count, V], probabilities or logits
 
     def start(self, offset, m):
         """Begin a round of m drafts. offset: int64 [B], of the first draft."""
@@ -52,6 +52,7 @@ class DraftSampler:
 
     def drawn_from(self) -> DraftRows:
         """What the tokens of the round were drawn from."""
+        assert self.rows is not None  # a round draws at least one token
         rows = self.rows[:, : self.m]
         if self.in_torch:
             return DraftRows(probs=rows)

@@ -1,11 +1,15 @@
 """A draft that is the target with layers skipped."""
 
 import copy
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import torch
 
+Model = TypeVar("Model", bound=torch.nn.Module)
 
-def skip_layers(model, layers):
+
+def skip_layers(model: Model, layers: Iterable[int]) -> Model:
     """A draft that is the model without some of its layers, and shares all weights with it: no parameter is copied.
 
     Args:
@@ -19,7 +23,7 @@ def skip_layers(model, layers):
     Raises:
         TypeError, ValueError: the ids are no such layers, or the model's layers cannot be found or left out.
     """
-    config = copy.deepcopy(model.config)
+    config: Any = copy.deepcopy(model.config)
     text_config = config.get_text_config()
     count = text_config.num_hidden_layers
     if isinstance(layers, int):
