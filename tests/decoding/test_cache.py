@@ -71,6 +71,14 @@ FORWARD_CASES += [
 ]
 
 
+# What the dtype changes is what a family's attention does with masks; of every family in the slow tier.
+FLOAT32 = ("llama", "gemma2", "gemma3", "gpt2")
+FORWARD_CASES = [
+    case if case[2] != torch.float32 or case[0] in FLOAT32 else pytest.param(*case, marks=pytest.mark.slow)
+    for case in FORWARD_CASES
+]
+
+
 def short(value) -> str:
     return str(value).removeprefix("torch.")
 
@@ -136,14 +144,15 @@ ONE_ROW_CASES += [("gemma3", "flex_attention", how) for how in ("slots", "chunks
 def test_one_row_without_positions(family, attention, how):
     """Blocks of 1 to 9 tokens, the last ones wrong and written over; past the capacity that was allocated first."""
     model = build(family, attention, torch.float64)
-    text = random_tokens((1, 150))
+    length = 150 if family in ("llama", "gemma3") and attention == "sdpa" else 80
+    text = random_tokens((1, length))
     expected = plain_logits(model, text)[0]
-    rollback = RollbackModel(model, 1, 154, CHUNK if how == "chunks" else None)
+    rollback = RollbackModel(model, 1, length + 4, CHUNK if how == "chunks" else None)
     rollback.aligned |= how == "aligned"
     rng, done, wrong = random.Random(0), 0, 0
-    while done < 150:
+    while done < length:
         start = max(done - rng.randint(0, 3), 0)
-        right = min(150, done + rng.choice((1, 1, 2, 5, 9))) - start
+        right = min(length, done + rng.choice((1, 1, 2, 5, 9))) - start
         tokens = torch.cat([text[:, start : start + right], random_tokens((1, wrong), seed=done)], 1)
         logits = rollback(tokens, None, length=start + right + wrong, logits_to_keep=right + wrong)[0, :right]
         torch.testing.assert_close(logits, expected[start : start + right], rtol=0, atol=TOLERANCE[torch.float64])

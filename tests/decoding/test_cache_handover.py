@@ -48,13 +48,26 @@ def continued(out, mask):
     return ids, torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
 
 
+TURNS = {
+    "ours": (ours, ours),
+    "in": (theirs, ours),
+    "out": (ours, theirs),
+    "through generate": (through_generate, through_generate),
+}
+CONVERSATIONS = [
+    pytest.param(
+        *(*model, *TURNS[turns]),
+        id="-".join((*model, turns)),
+        # Dear, and what a cache holds does not depend on the attention.
+        marks=[pytest.mark.slow] if "flex" in model[1] and turns != "ours" else [],
+    )
+    for model in FAMILIES
+    for turns in TURNS
+]
+
+
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("family, attention", FAMILIES)
-@pytest.mark.parametrize(
-    "first, second",
-    [(ours, ours), (theirs, ours), (ours, theirs), (through_generate, through_generate)],
-    ids=["ours", "in", "out", "through generate"],
-)
+@pytest.mark.parametrize("family, attention, first, second", CONVERSATIONS)
 def test_a_conversation_goes_on_from_its_cache(family, attention, first, second):
     """Also with plain `generate` before or after."""
     # Scores of attention are capped in Gemma 2, and in fp64 transformers' own left-padded eager batch is NaN.

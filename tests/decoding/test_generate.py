@@ -117,6 +117,7 @@ def test_cactus_gives_its_own_law(num_assistant_tokens):
     assert np.abs(law - markov_law(rows_of(target), 3, 3)).sum() > 0.1
     tokens = sampled(target, draft, rule=Cactus(0.5), max_new_tokens=3, num_assistant_tokens=num_assistant_tokens)
     assert p_value(tokens, law) > exact.FALSE_ALARM
+    assert p_value(tokens, markov_law(rows_of(target), 3, 3)) < exact.FALSE_ALARM
     assert p_value(tokens[:, :2], law.sum(2)) > exact.FALSE_ALARM
 
 
@@ -171,17 +172,17 @@ def raw_draft_rows(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "mutate", [without_advance, draft_words_for_verification, one_draft_word_a_round, raw_draft_rows]
+    "mutate", [None, without_advance, draft_words_for_verification, one_draft_word_a_round, raw_draft_rows]
 )
 def test_these_laws_catch_a_loop_that_is_wrong(mutate, monkeypatch):
+    if mutate:
+        mutate(monkeypatch)
     target, draft = table_pair(5)
     target.table *= 0.5
     draft.table *= 0.5
     law = markov_law(squared(target), 3, 3)
-    settings = {"max_new_tokens": 3, "num_assistant_tokens": 2, "temperature": 0.5}
-    assert p_value(sampled(target, draft, **settings), law) > exact.FALSE_ALARM
-    mutate(monkeypatch)
-    assert p_value(sampled(target, draft, **settings), law) < exact.FALSE_ALARM
+    tokens = sampled(target, draft, max_new_tokens=3, num_assistant_tokens=2, temperature=0.5)
+    assert (p_value(tokens, law) > exact.FALSE_ALARM) == (mutate is None)
 
 
 def squared(target):
@@ -212,8 +213,9 @@ def test_processed_rows_keep_the_law_of_the_processed_target(settings, warpers):
     scores = LogitsProcessorList(warpers)(None, target.table.detach().clone())
     rows = scores.double().softmax(-1).numpy()
     assert np.abs(rows - rows_of(target)).max() > 0.05
-    tokens = sampled(target, draft, max_new_tokens=2, **settings)
+    tokens = sampled(target, draft, 4_000, max_new_tokens=2, **settings)
     assert p_value(tokens, markov_law(rows, 3, 2)) > exact.FALSE_ALARM
+    assert p_value(tokens, markov_law(rows_of(target), 3, 2)) < exact.FALSE_ALARM
 
 
 @pytest.mark.parametrize("name", ["min-p", "typical", "epsilon", "eta"])
@@ -226,8 +228,9 @@ def test_cactus_keeps_its_law_on_processed_rows(name):
     law = loop_law(p, q, 0.3, 3, 3, 2)
     assert np.abs(law - markov_law(q, 3, 3)).sum() > 0.05
     assert np.abs(law - loop_law(*map(rows_of, models[::-1]), 0.3, 3, 3, 2)).sum() > 0.05
-    tokens = sampled(*models, rule=Cactus(0.3), max_new_tokens=3, num_assistant_tokens=2, **settings)
+    tokens = sampled(*models, 6_000, rule=Cactus(0.3), max_new_tokens=3, num_assistant_tokens=2, **settings)
     assert p_value(tokens, law) > exact.FALSE_ALARM
+    assert p_value(tokens, markov_law(q, 3, 3)) < exact.FALSE_ALARM
 
 
 def test_a_processor_that_reads_the_text_keeps_its_law():
