@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import law
-    from .drafters import skip_layers
-    from .generate import SpeculativeOutput, custom_generate, speculative_generate
+    from .decoding.drafters.skip_layers import skip_layers
+    from .decoding.generate import SpeculativeOutput, custom_generate, speculative_generate
+    from .decoding.stats import GenerationStats
     from .rows import SampleOutput, draw, row_stats, sample
     from .rules import (
         AdaptiveCactus,
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
         Typical,
     )
     from .sampling import RowStats, Sampling
-    from .stats import Stats
     from .tools.pair import embedded_pair
     from .verify import VerifyOutput, verify, verify_from_logits
 
@@ -34,15 +34,15 @@ __version__ = "0.1.0"
 # Where the public names are. Each module is loaded when one of its names is first asked for: torch takes a second to import,
 # transformers several more.
 _HOMES = {
-    "drafters": ("skip_layers",),
-    "generate": ("SpeculativeOutput", "custom_generate", "speculative_generate"),
+    "decoding.drafters.skip_layers": ("skip_layers",),
+    "decoding.generate": ("SpeculativeOutput", "custom_generate", "speculative_generate"),
+    "decoding.stats": ("GenerationStats",),
     "rows": ("SampleOutput", "draw", "row_stats", "sample"),
     "rules": (
         "AdaptiveCactus", "Cactus", "Capped", "Coupled", "Interpolation", "Lenience", "Mentored", "Optimal", "Rule",
         "SpS", "TopK", "Typical",
     ),
     "sampling": ("RowStats", "Sampling"),
-    "stats": ("Stats",),
     "tools.pair": ("embedded_pair",),
     "verify": ("VerifyOutput", "verify", "verify_from_logits"),
 }  # fmt: skip
@@ -53,6 +53,7 @@ __all__ = [
     "Cactus",
     "Capped",
     "Coupled",
+    "GenerationStats",
     "Interpolation",
     "Lenience",
     "Mentored",
@@ -63,7 +64,6 @@ __all__ = [
     "Sampling",
     "SpS",
     "SpeculativeOutput",
-    "Stats",
     "TopK",
     "Typical",
     "VerifyOutput",

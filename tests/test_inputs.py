@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from models import TableModel, table_pair
+from support.models import TableModel, table_pair
 from test_cache import SMALL_MAMBA, SMALL_NEXT, SMALL_T5, build, model_of
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -292,7 +292,7 @@ def test_the_triton_backend_where_there_is_none():
     """In a process of its own, since TRITON_INTERPRET is read when triton is imported."""
     script = """
 import torch
-from models import table_pair
+from support.models import table_pair
 from cactus_kernels import speculative_generate, verify
 target, draft = table_pair(8)
 for call in (

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy.optimize import differential_evolution
 
-from cactus_kernels import Stats, law
+from cactus_kernels import GenerationStats, law
 from cactus_kernels.rules import Cactus, Interpolation, Rule, SpS, m
 
 
@@ -270,7 +270,7 @@ def test_a_budget_bounds_the_total_variation():
     """1 - e^-B of texts, reached by a pair with P = e^B Q; below what KL <= B gives."""
     rng = np.random.default_rng(1)
     for budget in (0.1, 0.5, 1.5):
-        bound = Stats("cactus", [1.0], budget=[budget]).total_variation_bound[0]
+        bound = GenerationStats("cactus", [1.0], budget=[budget]).total_variation_bound[0]
         assert bound == pytest.approx(1 - np.exp(-budget))
         for _ in range(30):
             mine, target = sequence_law(random_tree(rng), 1.0, budget)

@@ -9,12 +9,12 @@ import exact
 import numpy as np
 import pytest
 import torch
-from models import table_pair
 from rule_laws import LAWS, draws_of, f
+from support.models import table_pair
 from test_law import DRAWS, emitted_tokens, p_value, pair
 from test_law_theory import sequence_law
 
-from cactus_kernels import Sampling, draw, embedded_pair, row_statistics, speculative_generate
+from cactus_kernels import Sampling, draw, embedded_pair, law, row_statistics, speculative_generate
 from cactus_kernels.rules import (
     RULES,
     AdaptiveCactus,
@@ -491,7 +491,7 @@ def test_a_solved_rule_of_ones_own(backend, count, device):
 
 CORE = (
     "verify", "verify_torch", "verify_triton", "clip", "clip_triton", "row_statistics", "row_statistics_triton", "coupled",
-    "inputs", "law", "ops", "stats",
+    "inputs", "law", "ops", "decoding/stats",
 )  # fmt: skip
 
 
@@ -499,7 +499,7 @@ def test_what_is_read_of_a_rule_is_declared():
     def is_rule(x):
         return (isinstance(x, ast.Name) and x.id == "rule") or (isinstance(x, ast.Attribute) and x.attr == "rule")
 
-    package = Path(check.__file__).parent
+    package = Path(law.__file__).parent
     nodes = [x for name in CORE for x in ast.walk(ast.parse((package / f"{name}.py").read_text()))]
     read = {x.attr for x in nodes if isinstance(x, ast.Attribute) and is_rule(x.value)}
     assert {"strengths", "h", "solved", "form", "lossless"} <= read <= Rule.__annotations__.keys() | {"strengths"}

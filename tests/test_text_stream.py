@@ -5,7 +5,6 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-
 from cactus_kernels.outputs import TextStream
 
 

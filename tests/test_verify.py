@@ -2,7 +2,7 @@
 
 Faults that touch neither verification nor the loop have no test here: the block rule (vllm-ascend #7807) is not offered;
 rows of logits (FlashInfer #1178) are tested as the probabilities that they become; those of caches, EOS, processors and
-unequal models are tests of the loop, in test_generate.py and test_cache.py.
+unequal models are tests of the loop, in decoding/.
 """
 
 from functools import cache

@@ -13,7 +13,7 @@ import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from .. import law
-from ..cache import max_positions
+from ..decoding.cache.support import max_positions
 from ..rules import (
     AdaptiveCactus,
     Cactus,

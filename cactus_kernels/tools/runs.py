@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..cache import max_positions
-from ..checks import NUM_ASSISTANT_TOKENS
-from ..generate import SpeculativeOutput, speculative_generate
+from ..decoding.cache.support import max_positions
+from ..decoding.generate import SpeculativeOutput, speculative_generate
+from ..decoding.keywords import NUM_ASSISTANT_TOKENS
+from ..decoding.outputs import TextStream
+from ..decoding.stats import GenerationStats
 from ..inputs import MAX_DRAFT_TOKENS
-from ..outputs import TextStream
 from ..rules import Rule, SpS, given, rebuild, resolve_rule, strength_name
-from ..stats import Stats
 from .pair import ModelPair
 
 DEFAULT_PROMPT = "Question: Maria has 5 boxes of pencils."
@@ -115,7 +115,7 @@ class Run:
 
 @dataclass(frozen=True)
 class SpeculativeRun(Run):
-    stats: Stats
+    stats: GenerationStats
 
     @property
     def tokens_per_forward(self) -> float | None:

@@ -8,9 +8,9 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+from cactus_kernels.stats import GenerationStats
 
 from cactus_kernels.cli import terminal
-from cactus_kernels.stats import Stats
 from cactus_kernels.tools import runs
 from cactus_kernels.tools.pair import embedded_pair
 
@@ -202,7 +202,7 @@ def test_compare_greedy_gives_one_text(generate):
 def test_a_slower_run_says_so(generate, monkeypatch):
     """Time stands still but for the clock's own ticks, so that speculative runs take as long and give fewer tokens."""
     plain = runs.Run("plain", "", [0] * 10, 1.0)
-    stats = Stats("sps", [], None, None, 4, [4], [20], [6], [10], [[2] * 3 + [0]], 1.2, 0.6, 0.1)
+    stats = GenerationStats("sps", [], None, None, 4, [4], [20], [6], [10], [[2] * 3 + [0]], 1.2, 0.6, 0.1)
     slow, fast = (runs.SpeculativeRun(rule, "", [0] * 10, x, stats) for rule, x in (("sps", 2.0), ("cactus", 0.9)))
     monkeypatch.setattr(runs, "compare", lambda *_: (plain, [slow, fast]))
     out = " ".join(generate(PROMPT, *SHORT, "--compare").split())
@@ -222,7 +222,7 @@ def test_text_in_brackets_is_text(command, monkeypatch):
 
 
 def fake_run():
-    stats = Stats("cactus", [1.0], None, None, 1, [1], [0], [0], [1], [[0]])
+    stats = GenerationStats("cactus", [1.0], None, None, 1, [1], [0], [0], [1], [[0]])
     return runs.SpeculativeRun("cactus", "", [0], 1.0, stats)
 
 

@@ -4,11 +4,11 @@ import warnings
 
 import pytest
 import torch
-from models import V, build
-from test_generate import noisy, outputs, plain, random_prompts, run
+from support.decoding import noisy, outputs, plain, random_prompts, run
+from support.models import V, build
 
 PROMPTS = random_prompts((3, 17, 9, 1), V)
-SETTINGS = {"max_new_tokens": 40}
+SETTINGS = {"max_new_tokens": 24}
 
 
 @torch.no_grad()

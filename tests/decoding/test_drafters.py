@@ -10,13 +10,14 @@ pytest.importorskip("transformers")
 
 import torch
 import transformers
-from models import MIXED, build, table_pair
-from test_generate import outputs, p_value, plain, random_prompts, rows_of, run, sampled
+from support.decoding import outputs, p_value, plain, random_prompts, rows_of, run, sampled
+from support.models import MIXED, build, table_pair
 from transformers import AutoModelForCausalLM
 
 from cactus_kernels import Cactus, skip_layers
-from cactus_kernels.batch import Batch
-from cactus_kernels.drafters import PromptLookup
+from cactus_kernels.decoding.batch import Batch
+from cactus_kernels.decoding.drafters.drafts import CERTAIN
+from cactus_kernels.decoding.drafters.prompt_lookup import PromptLookup
 
 
 def looked_up(text, most, max_ngram_size):
@@ -82,10 +83,10 @@ def test_prompt_lookup_finds_what_a_plain_search_finds(most, max_ngram_size):
     batch = Batch(ids, (ids > 0).long(), 10, [most] * len(texts))
     limits = [most] * len(texts)
     batch.plan(limits := [0, *limits[1:5], min(2, most), *limits[6:]])
-    found, drawn_from = PromptLookup(batch, max_ngram_size).draft()
+    drafts = PromptLookup(batch, max_ngram_size).draft(torch.zeros(len(texts), dtype=torch.int64))
     expected = [looked_up(t, n, max_ngram_size) if n else [] for t, n in zip(texts, limits, strict=True)]
-    assert drawn_from == {} and any(expected) and not all(expected)
-    assert [[t for t in row if t >= 0] for row in found.tolist()] == expected
+    assert drafts.rows is CERTAIN and any(expected) and not all(expected)
+    assert [[t for t in row if t >= 0] for row in drafts.token_ids.tolist()] == expected
     assert batch.drafts == [len(e) for e in expected] == batch.num_drafts.tolist()
     for row, text, drafts in zip(batch.text.tolist(), texts, expected, strict=True):
         assert row[: len(text) + len(drafts)] == text + drafts

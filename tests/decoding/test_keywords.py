@@ -3,15 +3,30 @@
 import functools
 import inspect
 import re
+import types
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
 pytest.importorskip("transformers")
 
 import torch
-from models import TableModel, build, table_pair
-from test_generate import EOS, PAD, PROCESSORS, Recorder, SumStops, chain, outputs, plain, random_prompts, run, uneven
+from support.decoding import (
+    EOS,
+    PAD,
+    PROCESSORS,
+    Recorder,
+    SumStops,
+    chain,
+    outputs,
+    plain,
+    random_prompts,
+    run,
+    uneven,
+)
+from support.models import TableModel, build, table_pair
 from transformers import (
     GenerationConfig,
     GenerationMixin,
@@ -21,10 +36,13 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from cactus_kernels import checks, speculative_generate
-from cactus_kernels.cache_handover import CACHE_NAME
+from cactus_kernels import speculative_generate
+from cactus_kernels.decoding import models
+from cactus_kernels.decoding.cache.handover import CACHE_NAME
+from cactus_kernels.decoding.images import IMAGE_INPUTS
+from cactus_kernels.decoding.keywords import GenerateKeywords
 
-PAGE = (Path(__file__).parents[1] / "docs/generate.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs/generate.md").read_text(encoding="utf-8")
 VERDICTS = {
     name: verdict
     for names, verdict in re.findall(r"^\| (`.+?`) \| (\w+) \|", PAGE, re.M)
@@ -86,11 +104,31 @@ REFUSED = {
 }  # fmt: skip
 
 
+def test_the_types_are_those_of_the_table():
+    """Each keyword is a parameter of its own or stands in the TypedDict; what is refused has None or a value to leave it at."""
+    own = set(re.findall(r"^\| `(\w+)` \| [^|]+ \|$", PAGE, re.M))
+    assert own == {"rule", "budget", "seed", "draft_temperature", "backend"}
+    parameters = inspect.signature(speculative_generate).parameters
+    named = {name for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD} - {"model"}
+    keywords = get_type_hints(GenerateKeywords)
+    assert named.isdisjoint(keywords)
+    assert named | keywords.keys() == VERDICTS.keys() | own
+    closed = {name for name, kind in keywords.items() if kind is type(None) or not _open(kind)}
+    assert closed == {name for name, verdict in VERDICTS.items() if verdict == "refused"}
+
+
+def _open(kind):
+    """Whether a type has more than literals and None in it."""
+    parts = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    return not all(part is type(None) or get_origin(part) is Literal or part == Sequence[None] for part in parts)
+
+
 def test_the_table_has_every_keyword_and_each_has_a_test():
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")} - {"transformers_version"}
     signature = set(inspect.signature(GenerationMixin.generate).parameters) - {"self", "kwargs"}
     assert fields | signature <= VERDICTS.keys()
     here = {name.removeprefix("test_keyword_") for name in globals() if name.startswith("test_keyword_")}
+    here |= set(IMAGE_INPUTS)  # test_images.py tries pixel_values
     here = {name for words in here for name in words.split("_and_")}
     tested = {**GREEDY, **SAMPLED, **NO_EFFECT, **REFUSED}.keys() | here
     assert tested == VERDICTS.keys()
@@ -300,7 +338,7 @@ def test_weights_that_are_shared_out_among_processes(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     run(target, draft, prompts, max_new_tokens=2)
-    monkeypatch.setattr(checks, "is_fsdp_managed_module", lambda model: isinstance(model, TableModel))
+    monkeypatch.setattr(models, "is_fsdp_managed_module", lambda model: isinstance(model, TableModel))
     with pytest.raises(ValueError, match=r"shared out among processes .* gather them first"):
         run(target, draft, prompts, max_new_tokens=2)
 

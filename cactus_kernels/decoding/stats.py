@@ -2,13 +2,18 @@
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+if TYPE_CHECKING:
+    from .batch import Emitted
+
 
 @dataclass
-class Stats:
+class GenerationStats:
     """Counts and times of one call of `speculative_generate`; lists have one entry for each request.
 
     Attributes:
@@ -29,7 +34,7 @@ class Stats:
     """
 
     rule: str
-    strengths: list
+    strengths: list[Any]
     budget: list[float] | None = None
     spent: list[float] | None = None
     target_forwards: int = 0
@@ -46,19 +51,32 @@ class Stats:
     peak_memory_bytes: int | None = None
 
     @classmethod
-    def of(cls, rule, batch_size: int, budget=None) -> "Stats":
-        strengths = [s.tolist() if hasattr(s, "tolist") else s for s in rule.strengths]
-        zeros = [[0] * batch_size for _ in range(4)]
-        budget = None if budget is None else budget.tolist()
-        return cls(rule.name, strengths, budget, None, 0, *zeros, accepted_lengths=[[] for _ in range(batch_size)])
+    def of(cls, rule, batch_size: int, budget=None) -> "GenerationStats":
+        """Of a call that has not begun. budget: float64 [B], or None."""
 
-    def count(self, request: int, drafted: int, accepted: int, emitted: int) -> None:
-        """One round of a request: `emitted` tokens came out, `accepted` of them drafted ones."""
-        self.rounds[request] += 1
-        self.drafted[request] += drafted
-        self.accepted[request] += accepted
-        self.tokens[request] += emitted
-        self.accepted_lengths[request].append(accepted)
+        def zeros():
+            return [0] * batch_size
+
+        return cls(
+            rule.name,
+            strengths=[s.tolist() if hasattr(s, "tolist") else s for s in rule.strengths],
+            budget=None if budget is None else budget.tolist(),
+            rounds=zeros(),
+            drafted=zeros(),
+            accepted=zeros(),
+            tokens=zeros(),
+            accepted_lengths=[[] for _ in range(batch_size)],
+        )
+
+    def count(self, emitted: "Sequence[Emitted]") -> None:
+        """One round: what each request got, nothing where it had ended before."""
+        for request, row in enumerate(emitted):
+            if row.token_ids:
+                self.rounds[request] += 1
+                self.drafted[request] += row.drafted
+                self.accepted[request] += row.accepted
+                self.tokens[request] += len(row.token_ids)
+                self.accepted_lengths[request].append(row.accepted)
 
     @property
     def total_variation_bound(self) -> list[float] | None:
@@ -78,7 +96,7 @@ class Stats:
         """Tokens a request got from one forward pass of the target, on average; plain decoding has 1. None before any."""
         return sum(self.tokens) / sum(self.rounds) if sum(self.rounds) else None
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
         """Everything above, ready for JSON."""
         return asdict(self) | {
             "acceptance_rate": self.acceptance_rate,
@@ -89,17 +107,17 @@ class Stats:
 
 def cache_bytes(model) -> int:
     """Bytes of the keys and values that a `RollbackModel` holds; 0 for None."""
-    layers = () if model is None else model.cache.layers
+    layers = () if model is None else model.layers
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers if layer.is_initialized)
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Bytes, as `Stats.peak_memory_bytes` has them."""
+    """Bytes, as `GenerationStats.peak_memory_bytes` has them."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type != "cpu" or sys.platform == "win32":
         return None
-    import resource
+    import resource  # noqa: PLC0415 (there is none on Windows)
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak

@@ -1,7 +1,12 @@
 """What leaves the loop beside the tokens: their scores, streams of them, and of their text."""
 
+from collections.abc import Sequence
+
 import torch
 from transformers.generation.streamers import BaseStreamer
+
+from .batch import Emitted
+from .scorer import Scored
 
 CONTEXT = 5  # tokens of the prompt that a first new token is decoded with: some tokenizers drop a leading space else
 
@@ -17,15 +22,15 @@ class TokenScores:
             "logits": bool(asked and generation_config.output_logits),
             "scores": bool(asked and generation_config.output_scores),
         }
-        self.rows = {name: [[] for _ in range(batch_size)] for name in self.asked}
+        self.rows: dict[str, list[list[torch.Tensor]]] = {name: [[] for _ in range(batch_size)] for name in self.asked}
 
-    def put(self, logits, scores, emitted):
-        """logits, scores: [B, K, V], the target's at the places of the emitted tokens. emitted: a list for each row."""
-        for name, values in (("logits", logits), ("scores", scores)):
+    def put(self, scored: Scored, emitted: Sequence[Emitted]) -> None:
+        """A round: the target's scores at the places of the emitted tokens, and these."""
+        for name, values in (("logits", scored.logits), ("scores", scored.scores)):
             if self.asked[name]:
-                for row, value, tokens in zip(self.rows[name], values, emitted, strict=True):
-                    if tokens:
-                        value = value[: len(tokens)].float().clone()
+                for row, value, got in zip(self.rows[name], values, emitted, strict=True):
+                    if got.token_ids:
+                        value = value[: len(got.token_ids)].float().clone()
                         row.append(self.warpers(None, value) if name == "scores" else value)
 
     def logits(self):
@@ -52,10 +57,10 @@ class Streams:
         for row, each in self.open.items():
             each.put((prompts[row][None] if several else input_ids).cpu())
 
-    def put(self, emitted, remaining):
-        """emitted: new tokens of each row, lists. remaining: tokens each row may still get, 0 once it has ended."""
+    def put(self, emitted: Sequence[Emitted], remaining: list[int]) -> None:
+        """A round. remaining: tokens each row may still get, 0 once it has ended."""
         for row, each in list(self.open.items()):
-            for token in emitted[row]:
+            for token in emitted[row].token_ids:
                 each.put(torch.tensor([token], dtype=torch.int64, device="cpu"))
             if not remaining[row]:
                 self.open.pop(row).end()
@@ -71,13 +76,15 @@ class TextStream(BaseStreamer):
 
     def __init__(self, tokenizer, write):
         self.tokenizer, self.write = tokenizer, write
-        self.ids, self.start, self.read = None, 0, 0
+        self.ids: list[int] = []
+        self.has_prompt, self.start, self.read = False, 0, 0
 
     def put(self, value):
         """The prompt's ids, then new ones; int64, any shape."""
         tokens = value.flatten().tolist()
-        if self.ids is None:
-            self.ids, self.start, self.read = tokens, max(0, len(tokens) - CONTEXT), len(tokens)
+        if not self.has_prompt:
+            self.ids, self.has_prompt = tokens, True
+            self.start, self.read = max(0, len(tokens) - CONTEXT), len(tokens)
             return
         for token in tokens:
             self.ids.append(token)

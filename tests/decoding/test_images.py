@@ -5,8 +5,8 @@ import functools
 import pytest
 import torch
 import transformers as hf
-from models import COMMON, MIXED, build
-from test_generate import outputs, plain, random_prompts, run
+from support.decoding import outputs, plain, random_prompts, run
+from support.models import COMMON, MIXED, build
 
 from cactus_kernels import custom_generate
 

@@ -5,66 +5,49 @@ import time
 from functools import cache
 
 import exact
-import flash
 import numpy as np
 import pytest
+from support import flash
 
 pytest.importorskip("transformers")
 
 import torch
-from models import TableModel, build, table_pair
+from support.decoding import (
+    EOS,
+    PAD,
+    PROCESSORS,
+    ROWS,
+    Increasing,
+    Recorder,
+    SumStops,
+    chain,
+    noisy,
+    outputs,
+    p_value,
+    plain,
+    random_prompts,
+    rows_of,
+    run,
+    sampled,
+    uneven,
+)
+from support.models import TableModel, build, table_pair
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
-    StoppingCriteria,
     StoppingCriteriaList,
     set_seed,
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation import logits_process as hf
 
-from cactus_kernels import Cactus, Rule, drafters, embedded_pair, generate, philox, speculative_generate
-
-ROWS = 12_000
-EOS, PAD = 1, 0
-
-
-def run(target, draft, prompts, **kwargs):
-    """`speculative_generate` over ragged prompts (lists of ids), left-padded, with a dict returned."""
-    width = max(map(len, prompts))
-    ids = torch.tensor([[PAD] * (width - len(p)) + list(p) for p in prompts])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    kwargs = {"pad_token_id": PAD, "eos_token_id": None} | kwargs
-    return speculative_generate(
-        target, ids, assistant_model=draft, attention_mask=mask, return_dict_in_generate=True, **kwargs
-    )
-
-
-def outputs(out, prompts):
-    """The new tokens of every row, lists without padding."""
-    width = max(map(len, prompts))
-    return [row[width : width + n].tolist() for row, n in zip(out.sequences, out.stats.tokens, strict=True)]
-
-
-def plain(target, prompts, **kwargs):
-    """The new tokens of transformers' own `generate`, each prompt alone."""
-    kwargs = {"pad_token_id": PAD, "eos_token_id": None} | kwargs
-    return [target.generate(torch.tensor([p]), **kwargs)[0, len(p) :].tolist() for p in prompts]
-
-
-def sampled(target, draft, rows=ROWS, prompt=(3,), **kwargs):
-    """Sampled tokens [rows, T] after one prompt, every row with a stream of its own."""
-    kwargs = {"do_sample": True, "top_k": 0, "seed": 11, "rule": "sps", "pad_token_id": PAD} | kwargs
-    ids = torch.tensor(prompt).expand(rows, -1)
-    return speculative_generate(target, ids, assistant_model=draft, **kwargs)[:, len(prompt) :]
-
-
-def p_value(tokens, law):
-    """Of tokens [rows, T] under a law [V] * T."""
-    flat = np.ravel_multi_index(tokens.numpy().T, law.shape)
-    return exact.chi_square_p_value(np.bincount(flat, minlength=law.size), law.ravel())
+from cactus_kernels import Cactus, Rule, embedded_pair, philox, speculative_generate
+from cactus_kernels.decoding.drafters.drafts import DraftRows, Drafts
+from cactus_kernels.decoding.drafters.model import ModelDrafter
+from cactus_kernels.decoding.drafters.sampler import DraftSampler
+from cactus_kernels.decoding.verifier import Verifier
 
 
 def markov_law(table, context, length):
@@ -113,10 +96,6 @@ def loop_law(p, q, delta, context, length, num_assistant_tokens):
     return law(context, length, None)
 
 
-def rows_of(model):
-    return model.table.detach().double().softmax(-1).numpy()
-
-
 # -- laws
 
 
@@ -138,6 +117,7 @@ def test_cactus_gives_its_own_law(num_assistant_tokens):
     assert np.abs(law - markov_law(rows_of(target), 3, 3)).sum() > 0.1
     tokens = sampled(target, draft, rule=Cactus(0.5), max_new_tokens=3, num_assistant_tokens=num_assistant_tokens)
     assert p_value(tokens, law) > exact.FALSE_ALARM
+    assert p_value(tokens, markov_law(rows_of(target), 3, 3)) < exact.FALSE_ALARM
     assert p_value(tokens[:, :2], law.sum(2)) > exact.FALSE_ALARM
 
 
@@ -152,14 +132,14 @@ def test_a_strength_for_each_row():
 
 
 def without_advance(monkeypatch):
-    right = generate._Decoder.verify
+    right = Verifier.verify
 
     def verify(self, *args):
         verified = right(self, *args)
-        self.offset.zero_()
+        self.offset = torch.zeros_like(self.offset)
         return verified
 
-    monkeypatch.setattr(generate._Decoder, "verify", verify)
+    monkeypatch.setattr(Verifier, "verify", verify)
 
 
 def draft_words_for_verification(monkeypatch):
@@ -168,41 +148,41 @@ def draft_words_for_verification(monkeypatch):
 
 
 def one_draft_word_a_round(monkeypatch):
-    right = drafters.DraftSampler.draw
+    right = DraftSampler.draw
 
     def draw(self, logits, j):
         self.noise = dict.fromkeys([j], *self.noise.values()) if self.noise else {}
         return right(self, logits, j)
 
-    monkeypatch.setattr(drafters.DraftSampler, "draw", draw)
+    monkeypatch.setattr(DraftSampler, "draw", draw)
 
 
 def raw_draft_rows(monkeypatch):
-    right = generate._Decoder.draft
+    right = ModelDrafter.draft
 
-    def draft(self):
+    def draft(self, offset):
         """Verified at temperature 1, whatever they were drawn at."""
-        ids, drawn_from = right(self)
-        if drawn_from:
-            weights = drawn_from["draft_probs"].sqrt()  # they were drawn at 0.5
-            drawn_from["draft_probs"] = weights / weights.sum(-1, keepdim=True)
-        return ids, drawn_from
+        drafts = right(self, offset)
+        if drafts.rows.probs is None:
+            return drafts
+        weights = drafts.rows.probs.sqrt()  # they were drawn at 0.5
+        return Drafts(drafts.token_ids, DraftRows(probs=weights / weights.sum(-1, keepdim=True)))
 
-    monkeypatch.setattr(generate._Decoder, "draft", draft)
+    monkeypatch.setattr(ModelDrafter, "draft", draft)
 
 
 @pytest.mark.parametrize(
-    "mutate", [without_advance, draft_words_for_verification, one_draft_word_a_round, raw_draft_rows]
+    "mutate", [None, without_advance, draft_words_for_verification, one_draft_word_a_round, raw_draft_rows]
 )
 def test_these_laws_catch_a_loop_that_is_wrong(mutate, monkeypatch):
+    if mutate:
+        mutate(monkeypatch)
     target, draft = table_pair(5)
     target.table *= 0.5
     draft.table *= 0.5
     law = markov_law(squared(target), 3, 3)
-    settings = {"max_new_tokens": 3, "num_assistant_tokens": 2, "temperature": 0.5}
-    assert p_value(sampled(target, draft, **settings), law) > exact.FALSE_ALARM
-    mutate(monkeypatch)
-    assert p_value(sampled(target, draft, **settings), law) < exact.FALSE_ALARM
+    tokens = sampled(target, draft, max_new_tokens=3, num_assistant_tokens=2, temperature=0.5)
+    assert (p_value(tokens, law) > exact.FALSE_ALARM) == (mutate is None)
 
 
 def squared(target):
@@ -233,8 +213,9 @@ def test_processed_rows_keep_the_law_of_the_processed_target(settings, warpers):
     scores = LogitsProcessorList(warpers)(None, target.table.detach().clone())
     rows = scores.double().softmax(-1).numpy()
     assert np.abs(rows - rows_of(target)).max() > 0.05
-    tokens = sampled(target, draft, max_new_tokens=2, **settings)
+    tokens = sampled(target, draft, 4_000, max_new_tokens=2, **settings)
     assert p_value(tokens, markov_law(rows, 3, 2)) > exact.FALSE_ALARM
+    assert p_value(tokens, markov_law(rows_of(target), 3, 2)) < exact.FALSE_ALARM
 
 
 @pytest.mark.parametrize("name", ["min-p", "typical", "epsilon", "eta"])
@@ -247,8 +228,9 @@ def test_cactus_keeps_its_law_on_processed_rows(name):
     law = loop_law(p, q, 0.3, 3, 3, 2)
     assert np.abs(law - markov_law(q, 3, 3)).sum() > 0.05
     assert np.abs(law - loop_law(*map(rows_of, models[::-1]), 0.3, 3, 3, 2)).sum() > 0.05
-    tokens = sampled(*models, rule=Cactus(0.3), max_new_tokens=3, num_assistant_tokens=2, **settings)
+    tokens = sampled(*models, 6_000, rule=Cactus(0.3), max_new_tokens=3, num_assistant_tokens=2, **settings)
     assert p_value(tokens, law) > exact.FALSE_ALARM
+    assert p_value(tokens, markov_law(q, 3, 3)) < exact.FALSE_ALARM
 
 
 def test_a_processor_that_reads_the_text_keeps_its_law():
@@ -289,22 +271,6 @@ def test_only_tokens_that_the_draft_lacks_are_allowed(do_sample):
 
 
 # -- greedy decoding
-
-
-def noisy(model, noise):
-    """A copy whose weights have Gaussian noise of `noise` standard deviations: a draft that is often wrong."""
-    draft = copy.deepcopy(model)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in draft.parameters():
-            if parameter.dim() > 1:
-                parameter += noise * parameter.std() * torch.randn_like(parameter)
-    return draft
-
-
-def random_prompts(lengths, V, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, V, (n,), generator=generator).tolist() for n in lengths]
 
 
 @pytest.mark.parametrize("attention, chunk", [("sdpa", 4), ("flash_attention_2", None), ("flash_attention_2", 4)])
@@ -362,69 +328,6 @@ def test_ties_go_to_the_lowest_id():
     assert outputs(out, [[3]]) == [[2] * 9]
 
 
-def uneven(noise=0.7):
-    """Table models whose greedy texts are long, and prompts of several lengths."""
-    target, draft = table_pair(16, seed=5, noise=noise)
-    return target, draft, [[3], [4, 9, 9, 2], [15, 11], [7, 3, 12, 4, 5, 6]]
-
-
-class Increasing(LogitsProcessor):
-    """Favours token (last + 1), and refuses to read what no text can be: padding, or anything after EOS."""
-
-    def __init__(self, prompts, eos):
-        self.prompts, self.eos = [tuple(p) for p in prompts], set(eos)
-        self.texts = set()
-
-    def __deepcopy__(self, memo):
-        """Rows have processors of their own; all write down here what they see."""
-        twin = copy.copy(self)
-        assert twin.texts is self.texts
-        return twin
-
-    def __call__(self, input_ids, scores):
-        for row, text in enumerate(input_ids.tolist()):
-            assert any(tuple(text[: len(p)]) == p and self.eos.isdisjoint(text[len(p) :]) for p in self.prompts), text
-            self.texts.add(tuple(text))
-            scores[row, (text[-1] + 1) % scores.shape[1]] += 3.0
-        return scores
-
-
-class Allowed:
-    """A `prefix_allowed_tokens_fn` that cannot be asked about a text which it does not allow itself, as one over a trie."""
-
-    def __init__(self, prompts, eos=None):
-        self.prompts, self.eos = prompts, eos
-
-    def __call__(self, _, text):
-        text = text.tolist()
-        start = next(len(p) for p in self.prompts if p == text[: len(p)])
-        for k in range(start, len(text)):
-            assert text[k] in self.after(text[:k]) and text[k] != self.eos, text
-        return self.after(text)
-
-    @staticmethod
-    def after(text):
-        return [EOS, *range(text[-1] * 7 % 5, 16, 3)]
-
-
-PROCESSORS = {
-    "repetition_penalty": {"repetition_penalty": 1.8},
-    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
-    "min_new_tokens": {"min_new_tokens": 9, "eos_token_id": [EOS, 5, 6]},
-    "min_length": {"min_length": 9, "eos_token_id": [EOS, 5, 6]},
-    "suppress_tokens": {"suppress_tokens": [5, 8, 10]},
-    "begin_suppress_tokens": {"begin_suppress_tokens": [5, 8, 10, 3]},
-    "bad_words_ids": {"bad_words_ids": [[5], [8, 10], [3, 2]]},
-    "sequence_bias": {"sequence_bias": [[[5], -4.0], [[8, 10], 3.0]]},
-    "encoder_repetition_penalty": {"encoder_repetition_penalty": 3.0},
-    "forced_eos_token_id": {"forced_eos_token_id": EOS},
-    "exponential_decay": {"exponential_decay_length_penalty": (4, 1.5), "eos_token_id": EOS},
-    "prefix_allowed_tokens_fn": {"prefix_allowed_tokens_fn": Allowed(uneven()[2])},
-    "prefix_allowed_tokens_fn, EOS": {"prefix_allowed_tokens_fn": Allowed(uneven()[2], EOS), "eos_token_id": EOS},
-    "two at once": {"repetition_penalty": 1.8, "no_repeat_ngram_size": 2, "min_new_tokens": 5, "eos_token_id": [5, 6]},
-}
-
-
 @pytest.mark.parametrize("settings", PROCESSORS.values(), ids=PROCESSORS)
 def test_processors_give_the_greedy_tokens_of_plain_generate(settings):
     target, draft, prompts = uneven()
@@ -465,16 +368,6 @@ def test_repetition_penalty_with_a_transformer():
 
 
 # -- where rows end
-
-
-def chain(V, *steps):
-    """A model that goes from token to token for certain: `steps` are (token, next); others stay."""
-    table = torch.full((V, V), -1e4)
-    table[range(V), range(V)] = 0.0
-    for token, following in steps:
-        table[token, token] = -1e4
-        table[token, following] = 0.0
-    return TableModel(table)
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -592,14 +485,6 @@ def test_num_return_sequences_repeats_the_rows():
 # -- stopping criteria, streamers, what comes back
 
 
-class SumStops(StoppingCriteria):
-    """Stops a row where the sum of its text, which must have no padding, is a multiple of 7."""
-
-    def __call__(self, input_ids, scores, **kwargs):
-        assert (input_ids > 0).all()
-        return input_ids.sum(1) % 7 == 0
-
-
 @pytest.mark.parametrize("criterion", [SumStops(), MaxLengthCriteria(9)], ids=["sum", "length"])
 def test_stopping_criteria_do_not_overshoot(criterion):
     target, draft, prompts = uneven()
@@ -637,20 +522,6 @@ def test_stop_strings(bytes_tokenizer, where):
     out = run(model, model, prompts, tokenizer=bytes_tokenizer, **settings)
     assert outputs(out, prompts) == [[b, c, d, a], [d, a], [a, b, c, d, a]]
     assert outputs(out, prompts) == plain(model, prompts, tokenizer=bytes_tokenizer, **settings)
-
-
-class Recorder:
-    """A streamer that keeps what it is given."""
-
-    def __init__(self):
-        self.values, self.ended = [], 0
-
-    def put(self, value):
-        assert not self.ended
-        self.values.append(value.clone())
-
-    def end(self):
-        self.ended += 1
 
 
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True, "seed": 2}], ids=["greedy", "sampled"])

@@ -5,13 +5,12 @@ import functools
 
 import pytest
 import torch
-from models import V, build
-from test_cache import Widths
-from test_generate import noisy, outputs, plain, random_prompts
+from support.decoding import Widths, noisy, outputs, plain, random_prompts
+from support.models import V, build
 from transformers import DynamicCache, StaticCache
 
 from cactus_kernels import custom_generate, speculative_generate
-from cactus_kernels.cache_handover import CACHE_NAME
+from cactus_kernels.decoding.cache.handover import CACHE_NAME
 
 FAMILIES = [("llama", "sdpa"), ("mistral", "sdpa"), ("gemma3", "sdpa"), ("gemma2", "eager"), ("gpt2", "sdpa")]
 FAMILIES += [("gemma3", "flex_attention")]
@@ -49,13 +48,26 @@ def continued(out, mask):
     return ids, torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
 
 
+TURNS = {
+    "ours": (ours, ours),
+    "in": (theirs, ours),
+    "out": (ours, theirs),
+    "through generate": (through_generate, through_generate),
+}
+CONVERSATIONS = [
+    pytest.param(
+        *(*model, *TURNS[turns]),
+        id="-".join((*model, turns)),
+        # Dear, and what a cache holds does not depend on the attention.
+        marks=[pytest.mark.slow] if "flex" in model[1] and turns != "ours" else [],
+    )
+    for model in FAMILIES
+    for turns in TURNS
+]
+
+
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("family, attention", FAMILIES)
-@pytest.mark.parametrize(
-    "first, second",
-    [(ours, ours), (theirs, ours), (ours, theirs), (through_generate, through_generate)],
-    ids=["ours", "in", "out", "through generate"],
-)
+@pytest.mark.parametrize("family, attention, first, second", CONVERSATIONS)
 def test_a_conversation_goes_on_from_its_cache(family, attention, first, second):
     """Also with plain `generate` before or after."""
     # Scores of attention are capped in Gemma 2, and in fp64 transformers' own left-padded eager batch is NaN.

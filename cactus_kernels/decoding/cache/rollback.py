@@ -2,23 +2,23 @@
 
 After a round of speculative decoding every row of the batch keeps another number of tokens. Here the keys and values of
 the token at position t of a row live in slot t + 1 of that row, whatever the other rows do, and slot 0 takes what
-padding entries write. What a row attends to is made from the positions alone (`cache_masks`), so what lies in the slots
+padding entries write. What a row attends to is made from the positions alone (`masks.py`), so what lies in the slots
 past a row's end is never seen: rolling back is to write over.
 """
 
 import inspect
+from collections.abc import Callable
 from functools import partial
+from typing import Any, cast
 
 import torch
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from .cache_masks import MASKS, Masks, is_flash, right_aligned
+from .masks import Masks, is_flash, right_aligned
+from .support import cache_keyword, check_rollback, without_wrapper
 
 SMALLEST_CAPACITY = 64
-# The keyword that takes the cache, newest name first: transformers 5.24 writes `cache` for `past_key_values`.
-CACHE_KEYWORDS = ("cache", "past_key_values")
-LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 class Slots:
@@ -30,17 +30,20 @@ class Slots:
     view: (keys or values [B, heads, capacity, head_dim], those of the call [B, heads, T, head_dim]) to what a layer gives.
     """
 
-    def __init__(self):
-        self.index = None
+    index: torch.Tensor
+    view: Callable[[torch.Tensor, torch.Tensor], Any]
+
+    def __init__(self) -> None:
         self.used = self.capacity = 0
         self.seen = self.past = 0
-        self.view = None
 
 
 class ScatterLayer(CacheLayerMixin):
     """Keys and values of one layer, each [B, heads, capacity, head_dim], written at `slots.index`."""
 
     is_sliding = False
+    keys: torch.Tensor
+    values: torch.Tensor
 
     def __init__(self, slots: Slots):
         super().__init__()
@@ -103,8 +106,9 @@ class RollbackModel:
         self.max_length = max_length
         self.chunk = prefill_chunk_size
         self.slots = Slots()
-        self.cache = Cache(layer_class_to_replicate=partial(ScatterLayer, self.slots))
-        self.cache_keyword = _cache_keyword(model)
+        # A class in transformers' own caches, and called as this one is.
+        self.cache = Cache(layer_class_to_replicate=partial(ScatterLayer, self.slots))  # type: ignore[arg-type]
+        self.cache_keyword = cache_keyword(model)
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         config = model.config.get_text_config()
         self.aligned = is_flash(config._attn_implementation)
@@ -145,7 +149,7 @@ class RollbackModel:
         if not 0 <= length <= self.max_length:
             raise ValueError(f"length is {length}, not in 0 .. {self.max_length}: make max_length larger")
         T = input_ids.shape[1]
-        if T <= (self.chunk or T):
+        if self.chunk is None or T <= self.chunk:
             return self._forward(input_ids, positions, length, behind, logits_to_keep or T, inputs)
         keep, chunk, logits = logits_to_keep or T, self.chunk, []
         for start in range(0, T, chunk):
@@ -232,6 +236,11 @@ class RollbackModel:
         if slots.used > slots.capacity:
             slots.capacity = min(max(SMALLEST_CAPACITY, 2 * slots.used), self.max_length + 1)
 
+    @property
+    def layers(self) -> list[ScatterLayer]:
+        """Of the cache; none before the first call."""
+        return cast(list[ScatterLayer], self.cache.layers)
+
     def load(self, layer: int, positions, keys: torch.Tensor, values: torch.Tensor, *, length: int) -> None:
         """Set a layer's keys and values, each [B, heads, n, head_dim], at positions int64 [B, n], all below `length`."""
         self._place(positions, length)
@@ -240,105 +249,9 @@ class RollbackModel:
 
     def unload(self, layer: int, positions) -> tuple[torch.Tensor, torch.Tensor]:
         """Take a layer's keys and values at positions int64 [B, n], anything where they are -1; the layer keeps nothing."""
-        buffers, index = self.cache.layers[layer], (positions + 1)[:, None, :, None]
-        states = tuple(
+        buffers, index = self.layers[layer], (positions + 1)[:, None, :, None]
+        keys, values = (
             x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in (buffers.keys, buffers.values)
         )
-        buffers.keys = buffers.values = None
-        return states
-
-
-def max_positions(model) -> int | None:
-    """Positions the model was made for, None if its config names no limit."""
-    config = model.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if part.get("rope_type") == "longrope":
-            # Beyond this one the frequencies change: for all rows of a call at once, and not for keys already cached.
-            limit = min(limit, part["original_max_position_embeddings"])
-    return limit
-
-
-def check_rollback(model, max_length: int | None = None) -> None:
-    """Raises ValueError, naming what came and what to do, if `RollbackModel` cannot run the model to max_length."""
-    model = without_wrapper(model)
-    name, config = type(model).__name__, model.config.get_text_config()
-    if model.device.type == "meta":
-        raise ValueError(
-            f"the first weights of {name} are offloaded, so that it has no device: keep its embeddings on one (device_map)"
-        )
-    # A class of transformers says whether it has a language model head; another one is taken at its word.
-    headless = type(model).__module__.startswith("transformers.") and not model.can_generate()
-    if headless or model.config.is_encoder_decoder:
-        raise ValueError(f"{name} is not a decoder-only causal LM: load the model with AutoModelForCausalLM")
-    types = set(getattr(config, "layer_types", None) or ())
-    if model._is_stateful or not types.issubset(LAYER_TYPES):
-        kinds = f" ({', '.join(sorted(types))})" if types else ""
-        raise ValueError(
-            f"{name} has recurrent, hybrid or other special layers{kinds}, which cannot roll back row by row: "
-            f"use a model whose layers are all {' or '.join(LAYER_TYPES)}"
-        )
-    attention = config._attn_implementation
-    if attention not in MASKS and not is_flash(attention):
-        raise ValueError(
-            f"attention implementation {attention!r} takes no mask with a pattern for each row: "
-            f'call model.set_attn_implementation("sdpa"), or one of {", ".join(MASKS)}, flash_attention_2'
-        )
-    devices = set(getattr(model, "hf_device_map", {}).values()) - {"cpu", "disk"}
-    if attention == "flex_attention" and len(devices) > 1:
-        raise ValueError(
-            f"the layers of {name} are on several devices ({', '.join(sorted(map(str, devices)))}), and a mask of flex "
-            f'attention stays on one: call model.set_attn_implementation("sdpa")'
-        )
-    parameters = inspect.signature(model.forward).parameters
-    if _cache_keyword(model) is None or "position_ids" not in parameters:
-        raise ValueError(
-            f"{name}.forward takes {', '.join(parameters)}, and must take position_ids and "
-            f"{' or '.join(CACHE_KEYWORDS)}: use a model that can be told its positions"
-        )
-    if attention == "eager" and any(b.dim() == 4 and b.shape[2] == b.shape[3] > 1 for b in model.buffers()):
-        raise ValueError(
-            f"{name} has a causal mask of its own by slot in eager attention: "
-            f'call model.set_attn_implementation("sdpa"), or use a model without one'
-        )
-    if getattr(config, "alibi", False) or _numbers_from_padding(model):
-        raise ValueError(
-            f"{name} makes positions of its own (ALiBi, or counted from the padding id as in RoBERTa): "
-            f"use a model that can be told its positions"
-        )
-    generation_config = getattr(model, "generation_config", None)
-    if getattr(generation_config, "cache_implementation", None) == "quantized":
-        raise ValueError(
-            "model.generation_config.cache_implementation is 'quantized', and a quantized cache cannot roll back: "
-            "set it to None"
-        )
-    limit = max_positions(model)
-    if max_length is not None and limit is not None and max_length > limit:
-        raise ValueError(
-            f"max_length is {max_length}, but {name} has {limit} positions: use a shorter prompt or fewer new tokens"
-        )
-
-
-def without_wrapper(model):
-    """The transformers model inside a model of PEFT's with adapters in its layers, such as LoRA; others as they are."""
-    if not hasattr(model, "active_peft_config"):
-        return model
-    config = model.active_peft_config
-    if config.is_prompt_learning:
-        raise ValueError(
-            f"{config.peft_type} adapters put tokens of their own before the prompt: merge or leave them out"
-        )
-    return model.get_base_model()
-
-
-def _cache_keyword(model) -> str | None:
-    parameters = inspect.signature(model.forward).parameters
-    return next((keyword for keyword in CACHE_KEYWORDS if keyword in parameters), None)
-
-
-def _numbers_from_padding(model) -> bool:
-    return any(
-        name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None
-        for name, module in model.named_modules()
-    )
+        buffers.keys = buffers.values = keys.new_empty(0)
+        return keys, values

@@ -9,10 +9,11 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from models import COMMON, build
-from test_generate import random_prompts, run
+from support.decoding import random_prompts, run
+from support.models import COMMON, build
 
-from cactus_kernels import skip_layers, stats
+from cactus_kernels import skip_layers
+from cactus_kernels.decoding import stats
 
 HEADS = COMMON["num_key_value_heads"] * (COMMON["hidden_size"] // COMMON["num_attention_heads"])
 

@@ -4,8 +4,12 @@ The draft reads the text alone, with the tokens that stand for images in it.
 """
 
 import inspect
+from collections.abc import Mapping
+from typing import Any
 
-from .cache import CACHE_KEYWORDS, without_wrapper
+import torch
+
+from .cache.support import CACHE_KEYWORDS, without_wrapper
 
 # What a forward pass may take beside the text. `generate` encodes pixels before decoding where the model can.
 IMAGE_INPUTS = ("pixel_values", "image_sizes", "pixel_mask", "pixel_attention_mask", "mm_encoder_outputs")
@@ -15,7 +19,7 @@ OWN = ("attention_mask", "use_cache", "output_attentions", "output_hidden_states
 UNLIKE_TEXT = ("token_type_ids", "mm_token_type_ids", "image_grid_thw")
 
 
-def check_images(model, input_ids, given: dict, prefill_chunk_size: int | None) -> None:
+def check_images(model, input_ids: torch.Tensor, given: Mapping[str, Any], prefill_chunk_size: int | None) -> None:
     """Raises ValueError if inputs of the model beside its text were given that the loop cannot pass on.
 
     input_ids: int64 [B, P]. given: keywords of `generate`.
@@ -38,7 +42,7 @@ def check_images(model, input_ids, given: dict, prefill_chunk_size: int | None) 
         raise ValueError("a prompt ends with an image: let text follow it")
 
 
-def image_inputs(prepared: dict) -> dict:
+def image_inputs(prepared: Mapping[str, Any]) -> dict[str, Any]:
     """Of the keywords that `generate` prepared for the model, those that hold images."""
     given = {name: prepared.get(name) for name in IMAGE_INPUTS}
     return {name: value for name, value in given.items() if value is not None and len(value)}

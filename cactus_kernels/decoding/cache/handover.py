@@ -4,6 +4,8 @@ There the token in column c of the left-padded batch stands in slot c, here in s
 caller brings is copied once before decoding and once after it, whatever the number of rounds.
 """
 
+from collections.abc import Iterator
+
 import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -34,7 +36,7 @@ def check_cache(cache, rows: int, columns: int) -> None:
             f"the cache holds {cached} tokens and input_ids {columns}: input_ids must hold the whole text, and more than "
             "is cached"
         )
-    held = {layer.keys.shape[0] for layer in cache.layers if _holds(layer)} - {rows}
+    held = {keys.shape[0] for keys in _keys(cache)} - {rows}
     if held:
         raise ValueError(f"the cache has {held.pop()} rows for {rows} rows of the batch: bring one with a row for each")
 
@@ -71,12 +73,12 @@ def give(model, cache, padding: list[int], columns: int):
     cache: what `generate` prepared or the caller brought, filled in place if it is a `DynamicCache`.
     padding: as in `take`. columns: how many the cache shall hold; every row must have come as far.
     """
-    if not model.cache.layers:
+    if not model.layers:
         return cache  # a model without attention
     if not isinstance(cache, DynamicCache):
         cache = DynamicCache(config=model.model.config)
     filled = DynamicCache(config=model.model.config)
-    for i, layer in enumerate(model.cache.layers):
+    for i, layer in enumerate(model.layers):
         if not _holds(layer):
             continue  # it shares another's keys and values
         positions = torch.arange(columns, dtype=torch.int64, device=layer.keys.device)
@@ -84,6 +86,10 @@ def give(model, cache, padding: list[int], columns: int):
         filled.update(*model.unload(i, positions.clamp(min=-1)), i)
     cache.layers = filled.layers
     return cache
+
+
+def _keys(cache) -> Iterator[torch.Tensor]:
+    return (layer.keys for layer in cache.layers if _holds(layer))
 
 
 def _holds(layer) -> bool:

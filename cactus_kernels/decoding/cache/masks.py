@@ -44,8 +44,10 @@ def block_mask(positions: torch.Tensor, used: int, window: int | None) -> BlockM
     end = start + BLOCK - 1
     some = ((start <= last) & (end >= first)).any(3)
     whole = ((start >= first) & (end <= last)).all(3)
+    count, blocks = _listed(some & ~whole)
+    full_count, full_blocks = _listed(whole)
     return BlockMask.from_kv_blocks(
-        *_listed(some & ~whole), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(T, used)
+        count, blocks, full_count, full_blocks, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(T, used)
     )
 
 
@@ -78,7 +80,8 @@ class Masks:
         self.form = MASKS.get(config._attn_implementation)
         self.dtype = dtype
         self.windows = _windows(config)
-        self.widest = {}  # of the last tokens of one row, one or more: how many, their start, masks
+        # Of the last tokens of one row, where they are one or more: how many, their start, masks.
+        self.widest: dict[bool, tuple[int, int, dict[str, torch.Tensor]]] = {}
 
     def __call__(self, positions: torch.Tensor, used: int):
         """One mask [B, 1, T, used] if all layers see alike, else a dict of masks by layer type; each a tensor or a `BlockMask`.
@@ -97,7 +100,8 @@ class Masks:
         They are cut out of wider masks, for rows up to `capacity`, which serve until a row is longer: what a token sees
         depends on distances alone.
         """
-        known, widest, masks = self.widest.get(count == 1, (None, None, None))
+        assert self.form is not None  # block masks are made from positions, of a row alone too
+        known, widest, masks = self.widest.get(count == 1, (0, 0, {}))
         if known != count or widest < start:
             widest = start if count > MOST_KEPT else capacity
             positions = torch.arange(widest, widest + count, dtype=torch.int64, device=device)[None]

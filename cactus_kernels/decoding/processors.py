@@ -1,4 +1,4 @@
-"""transformers' logits processors and stopping criteria over ragged rows: each row as if it were generated alone."""
+"""transformers' logits processors over ragged rows: each row as if it were generated alone."""
 
 import copy
 import math
@@ -7,9 +7,9 @@ from functools import partial
 import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
-from .sampling import Sampling
+from ..sampling import Sampling
+from .prepared import Callers, Prepared, eos_ids
 
 # The warpers that `Sampling` stands for, in the order it takes them, each with the name of its setting.
 WARPERS = (
@@ -62,41 +62,16 @@ class Processors:
     EOS, past the row's drafts or after one that they forbid: some cannot bear one.
     """
 
-    def __init__(
-        self, model, prepared, generation_config, user_processors, prefix_allowed_tokens_fn, prompts, new_tokens
-    ):
-        """
-        model, prepared, generation_config: the model, and what its `generate` prepared.
-        user_processors, prefix_allowed_tokens_fn: what the caller gave.
-        prompts: the prompts without padding, int64 [n_b] each. new_tokens: most tokens a row may get.
-        """
-        self.prepared, self.sampling = split_warpers(prepared)
-        self.warpers = LogitsProcessorList(prepared[len(self.prepared) :])
+    def __init__(self, prepared: Prepared, prompts):
+        """prompts: without padding, int64 [n_b] each."""
+        whole = prepared.logits_processor
+        self.prepared, self.sampling = split_warpers(whole)
+        self.warpers = LogitsProcessorList(whole[len(self.prepared) :])
         self.scores_only = all(type(processor) in SCORES_ONLY for processor in self.prepared)
         if self.scores_only:
             return
-        self.eos = set(eos_ids(generation_config))
-        self.by_row = []
-        for row, prompt in enumerate(prompts):
-            config = copy.deepcopy(generation_config)
-            config.max_length = len(prompt) + new_tokens
-            if config.min_new_tokens is not None:
-                config.min_length = len(prompt) + config.min_new_tokens
-            config.num_return_sequences = 1
-            # transformers' own way to a processor list; it has no public name.
-            whole = model._get_logits_processor(
-                generation_config=config,
-                input_ids_seq_length=len(prompt),
-                encoder_input_ids=prompt[None],
-                prefix_allowed_tokens_fn=prefix_allowed_tokens_fn
-                and partial(_in_row, prefix_allowed_tokens_fn, row // generation_config.num_return_sequences),
-                logits_processor=LogitsProcessorList(
-                    copy.deepcopy(processor) if row else processor for processor in user_processors or []
-                ),
-                device=prompt.device,
-                model_kwargs={},
-            )
-            self.by_row.append(split_warpers(whole)[0])
+        self.eos = set(eos_ids(prepared.generation_config))
+        self.by_row = [_row_processors(prepared, row, prompt) for row, prompt in enumerate(prompts)]
 
     def __call__(self, logits, text, lengths, drafts, ahead):
         """Logits [B, K, V] in their own dtype where no processor has to run, else processed scores in fp32.
@@ -128,32 +103,31 @@ class Processors:
         return scores
 
 
-class Stopping:
-    """Where a row's new tokens end: at EOS, or where a criterion of the caller says so; checked token by token."""
+def _row_processors(prepared, row, prompt):
+    """Processors of a row of the batch, whose prompt int64 [n] it is, as `generate` would prepare them for it alone."""
+    generation_config, allowed = prepared.generation_config, prepared.callers.prefix_allowed_tokens_fn
+    config = copy.deepcopy(generation_config)
+    config.max_length = len(prompt) + prepared.new_tokens
+    if config.min_new_tokens is not None:
+        config.min_length = len(prompt) + config.min_new_tokens
+    config.num_return_sequences = 1
+    # transformers' own way to a processor list; it has no public name.
+    whole = prepared.model._get_logits_processor(
+        generation_config=config,
+        input_ids_seq_length=len(prompt),
+        encoder_input_ids=prompt[None],
+        prefix_allowed_tokens_fn=allowed and partial(_in_row, allowed, row // generation_config.num_return_sequences),
+        logits_processor=LogitsProcessorList(
+            copy.deepcopy(processor) if row else processor for processor in prepared.callers.processors or []
+        ),
+        device=prompt.device,
+        model_kwargs={},
+    )
+    return split_warpers(whole)[0]
 
-    def __init__(self, criteria, generation_config, user_criteria):
-        """criteria: what `generate` prepared, `user_criteria` among them; its own ones for length and EOS are replaced."""
-        self.eos = set(eos_ids(generation_config))
-        self.criteria = [
-            c
-            for c in criteria
-            if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria)) and not any(c is own for own in user_criteria)
-        ] + list(user_criteria)
 
-    def cut(self, text, tokens):
-        """How many of `tokens` a row keeps, and whether it ends with them.
-
-        text: int64 [L], the row's text with the new tokens at its end. tokens: list of ints.
-        """
-        before = len(text) - len(tokens)
-        for k, token in enumerate(tokens, 1):
-            if token in self.eos or any(bool(c(text[None, : before + k], None)) for c in self.criteria):
-                return k, True
-        return len(tokens), False
-
-
-def callers_processors(model, prepared, generation_config, input_ids, attention_mask):
-    """What a caller gave to `generate`, read off what it prepared: a list of processors and a prefix_allowed_tokens_fn.
+def callers_processors(model, prepared, generation_config, input_ids, attention_mask) -> Callers:
+    """What a caller gave to `generate`, read off what it prepared.
 
     A processor is the caller's if the generation config alone does not ask for the like of it.
     """
@@ -166,21 +140,7 @@ def callers_processors(model, prepared, generation_config, input_ids, attention_
     )
     allowed = [p._prefix_allowed_tokens_fn for p in prepared if type(p) is hf.PrefixConstrainedLogitsProcessor]
     others = [p for p in prepared if type(p) is not hf.PrefixConstrainedLogitsProcessor]
-    return [p for p in others if not any(_alike(p, q) for q in own)], next(iter(allowed), None)
-
-
-def callers_criteria(prepared, generation_config):
-    """The stopping criteria among the prepared ones that the generation config does not ask for."""
-    eos = sorted(eos_ids(generation_config))
-
-    def asked_for(c):
-        return (
-            (type(c) is MaxLengthCriteria and c.max_length == generation_config.max_length)
-            or (type(c) is MaxTimeCriteria and c.max_time == generation_config.max_time)
-            or (type(c) is EosTokenCriteria and sorted(c.eos_token_id.tolist()) == eos)
-        )
-
-    return [c for c in prepared if not asked_for(c)]
+    return Callers([p for p in others if not any(_alike(p, q) for q in own)], next(iter(allowed), None))
 
 
 def _alike(processor, other):
@@ -194,18 +154,6 @@ def _alike(processor, other):
             for x, y in ((mine[name], others[name]) for name in mine)
         )
     )
-
-
-def eos_ids(generation_config):
-    """The ids that end a row, a list."""
-    ids = generation_config.eos_token_id
-    return [] if ids is None else [ids] if isinstance(ids, int) else [int(i) for i in ids]
-
-
-def pad_id(generation_config):
-    """The id after a row's end: pad_token_id, or as in `generate` the first EOS. None if there is neither."""
-    first_eos = next(iter(eos_ids(generation_config)), None)
-    return first_eos if generation_config.pad_token_id is None else generation_config.pad_token_id
 
 
 def _in_row(allowed, row, _, input_ids):

@@ -11,8 +11,7 @@ pytest.importorskip("transformers")
 
 import torch
 import transformers
-from models import table_pair
-from test_generate import (
+from support.decoding import (
     EOS,
     PAD,
     PROCESSORS,
@@ -24,11 +23,12 @@ from test_generate import (
     run,
     uneven,
 )
+from support.models import table_pair
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation import logits_process as hf
 
 from cactus_kernels import Cactus, custom_generate, speculative_generate
-from cactus_kernels.cache_handover import CACHE_NAME
+from cactus_kernels.decoding.cache.handover import CACHE_NAME
 
 HUB = str(files("cactus_kernels") / "hub")
 IDS = torch.tensor([[3, 4], [5, 6]])

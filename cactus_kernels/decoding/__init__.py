@@ -1,0 +1,1 @@
+"""The decoding loop over Hugging Face models: draft, score, verify, commit."""

@@ -1,0 +1,39 @@
+"""What a caller gave to the loop, before anything is checked."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of `speculative_generate`, which documents them; `keywords` are those that go to `generate`.
+
+    expanded: whether `generate` has repeated the rows already, and made the mask.
+    """
+
+    model: Any
+    input_ids: Any
+    assistant_model: Any
+    rule: Any
+    budget: Any
+    num_assistant_tokens: Any
+    draft_temperature: Any
+    seed: Any
+    backend: Any
+    generation_config: Any
+    logits_processor: Any
+    stopping_criteria: Any
+    streamer: Any
+    tokenizer: Any
+    assistant_tokenizer: Any
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    expanded: bool = False
+
+    def setting(self, name: str) -> Any:
+        """What `generate` will go by: its keyword, else the config passed, else the model's own; None: nobody says."""
+        if name in self.keywords:
+            return self.keywords[name]
+        value = getattr(self.generation_config, name, None)
+        own = getattr(self.model, "generation_config", None)
+        return getattr(own, name, None) if value is None else value

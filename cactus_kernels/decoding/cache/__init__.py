@@ -1,0 +1,1 @@
+"""The key and value cache of a batch whose rows keep different numbers of tokens."""
