@@ -7,7 +7,9 @@ import torch
 from logit_cases import fuzzed_batch
 from support import interpreter
 
-from cactus_kernels import Mentored, Sampling, TopK, check, row_stats, sample, verify, verify_from_logits
+from cactus_kernels import Mentored, Sampling, TopK, row_stats, sample, verify, verify_from_logits
+from cactus_kernels.testing.fuzz import fuzz_case
+from cactus_kernels.testing.parity import run_case
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -153,7 +155,7 @@ def calls():
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(3, 3, 1500, generator=generator)
     for seed in (0, 7, 11, 12):
-        yield f"case {seed}", lambda seed=seed: check.run_case(check.fuzz_case(seed), "triton")
+        yield f"case {seed}", lambda seed=seed: run_case(fuzz_case(seed), "triton")
     for truncated in (False, True):
         case, _ = fuzzed_batch(np.random.default_rng(3), truncated)
         yield f"logits, {truncated}", lambda case=case: verify_from_logits(**case, backend="triton")

@@ -14,9 +14,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from ..cache import check_rollback
-from ..checks import check_same_tokenizer
-from ..processors import eos_ids
+from ..decoding.cache.support import check_rollback
+from ..decoding.models import check_same_tokenizer
+from ..decoding.prepared import eos_ids
 from .chat import Tokenizer, end_of_turn
 
 Model = Any  # a causal language model of transformers, whose own types do not know `generate`

@@ -8,9 +8,9 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from cactus_kernels.stats import GenerationStats
 
 from cactus_kernels.cli import terminal
+from cactus_kernels.decoding.stats import GenerationStats
 from cactus_kernels.tools import runs
 from cactus_kernels.tools.pair import embedded_pair
 

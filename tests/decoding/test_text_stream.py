@@ -5,7 +5,8 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from cactus_kernels.outputs import TextStream
+
+from cactus_kernels.decoding.outputs import TextStream
 
 
 class Bytes:
