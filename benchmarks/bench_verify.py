@@ -135,7 +135,8 @@ def _ours(case, ids, draft):
 
 def _own(case, device):
     """`out` and `scratch` of a call."""
-    from cactus_kernels import rows_triton, verify_triton
+    from cactus_kernels.kernels import scratch as kernel_scratch
+    from cactus_kernels.kernels import verify as kernel_verify
 
     B, m = case.B, case.m
     out = VerifyOutput(
@@ -143,8 +144,8 @@ def _own(case, device):
         torch.empty(B, dtype=torch.bool, device=device),
     )  # fmt: skip
     if case.rows == PROBS:
-        return {"out": out, "scratch": verify_triton.new_scratch(B, device)}
-    return {"out": out, "scratch": rows_triton.new_scratch(B, case.V, device, rows=2 * m + 1)}
+        return {"out": out, "scratch": kernel_verify.new_scratch(B, device)}
+    return {"out": out, "scratch": kernel_scratch.new_scratch(B, case.V, device, rows=2 * m + 1)}
 
 
 def _own_bytes(case) -> int:

@@ -57,7 +57,8 @@ def captured(call):
 def replayed(device, capture, V, rounds) -> list[str]:
     """What differs, in words, between calls with `out` and scratch of their own as `capture` makes them, replayed on inputs that
     change in place, and the same calls made anew."""
-    from cactus_kernels import rows_triton, verify_triton
+    from cactus_kernels.kernels import scratch as kernel_scratch
+    from cactus_kernels.kernels import verify as kernel_verify
 
     B, m = 3, 2
     generator = torch.Generator(device).manual_seed(0)
@@ -72,16 +73,16 @@ def replayed(device, capture, V, rounds) -> list[str]:
     )  # fmt: skip
     stream = {"seed": seed, "offset": offset, "backend": "triton"}
     calls = {
-        "verify": (lambda **own: verify(q, p, ids, Cactus(0.5), **stream, **own), verify_triton.new_scratch(B, device)),
+        "verify": (lambda **own: verify(q, p, ids, Cactus(0.5), **stream, **own), kernel_verify.new_scratch(B, device)),
         "verify_from_logits": (
             lambda **own: verify_from_logits(
                 logits, draft, ids, Cactus(0.5), sampling=settings, draft_sampling=Sampling(), **stream, **own
             ),
-            rows_triton.new_scratch(B, V, device, rows=2 * m + 1),
+            kernel_scratch.new_scratch(B, V, device, rows=2 * m + 1),
         ),
         "sample": (
             lambda **own: sample(logits[:, 0], sampling=settings, **stream, **own),
-            rows_triton.new_scratch(B, V, device),
+            kernel_scratch.new_scratch(B, V, device),
         ),
     }
     found = []

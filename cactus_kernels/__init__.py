@@ -1,16 +1,15 @@
 """Speculative sampling for large language models: Cactus and SpS verification in one launch, and the loop around it."""
 
-import sys
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import law
+    from .contract import SampleOutput, VerifyOutput
     from .decoding.drafters.skip_layers import skip_layers
     from .decoding.generate import SpeculativeOutput, custom_generate, speculative_generate
     from .decoding.stats import GenerationStats
-    from .rows import SampleOutput, draw, row_stats, sample
+    from .drawing import draw, row_stats, sample
     from .rules import (
         AdaptiveCactus,
         Cactus,
@@ -27,24 +26,25 @@ if TYPE_CHECKING:
     )
     from .sampling import RowStats, Sampling
     from .tools.pair import embedded_pair
-    from .verify import VerifyOutput, verify, verify_from_logits
+    from .verification import verify, verify_from_logits
 
 __version__ = "0.1.0"
 
 # Where the public names are. Each module is loaded when one of its names is first asked for: torch takes a second to import,
 # transformers several more.
 _HOMES = {
+    "contract": ("SampleOutput", "VerifyOutput"),
     "decoding.drafters.skip_layers": ("skip_layers",),
     "decoding.generate": ("SpeculativeOutput", "custom_generate", "speculative_generate"),
     "decoding.stats": ("GenerationStats",),
-    "rows": ("SampleOutput", "draw", "row_stats", "sample"),
+    "drawing": ("draw", "row_stats", "sample"),
     "rules": (
         "AdaptiveCactus", "Cactus", "Capped", "Coupled", "Interpolation", "Lenience", "Mentored", "Optimal", "Rule",
         "SpS", "TopK", "Typical",
     ),
     "sampling": ("RowStats", "Sampling"),
     "tools.pair": ("embedded_pair",),
-    "verify": ("VerifyOutput", "verify", "verify_from_logits"),
+    "verification": ("verify", "verify_from_logits"),
 }  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -90,18 +90,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-class _Package(ModuleType):
-    """Keeps `verify` the function, where importing the module of that name would put the module."""
-
-    @property
-    def verify(self):
-        return __getattr__("verify")
-
-    @verify.setter
-    def verify(self, module):
-        pass
-
-
-sys.modules[__name__].__class__ = _Package

@@ -3,12 +3,15 @@
 import torch
 
 from . import philox
-from .rows import draw, sample
 from .sampling import Sampling
 
 
-def verify(inputs, out, scratch, backend):
-    """Write the tokens of `inputs` (checked by `verify.run`) to `out` (a `VerifyOutput`)."""
+def verify(inputs, out, draw):
+    """Write the tokens of checked `Inputs` to `out` (a `VerifyOutput`).
+
+    draw: function of rows [R, V], seed and offset int64 [R], and a `Sampling` of R requests or None, that gives int64 [R],
+        -1 where a row is bad.
+    """
     if inputs.bonus_token_ids is not None:
         raise ValueError("Coupled draws the bonus token with the noise of its position: leave bonus_token_ids out")
     B, m, V, device = inputs.batch_size, inputs.max_draft_tokens, inputs.vocab_size, inputs.target.device
@@ -41,7 +44,10 @@ def verify(inputs, out, scratch, backend):
     if isinstance(seed, int):
         seed = philox.request_seeds(seed, B, device)
     offset = inputs.offset if isinstance(inputs.offset, int) else inputs.offset[of_row]
-    drawn = _draw(rows, seed[of_row], offset + position, inputs.sampling, of_row, scratch, backend)[index]
+    sampling = inputs.sampling
+    if sampling is not None:
+        sampling = Sampling(*(s[of_row] if isinstance(s, torch.Tensor) else s for s in sampling.settings()))
+    drawn = draw(rows, seed[of_row], offset + position, sampling)[index]
 
     # 3. Accept while they are equal.
     bad = (ids < -1) | (ids >= max(V, inputs.draft_vocab_size)) | (drawn < 0) | disorder
@@ -51,12 +57,3 @@ def verify(inputs, out, scratch, backend):
     out.token_ids.copy_(torch.where(j < stop, ids, torch.where((j == stop) & valid, drawn, -1)))
     out.num_accepted.copy_(stop[:, 0])
     out.valid.copy_(valid[:, 0])
-
-
-def _draw(rows, seed, offset, sampling, of_row, scratch, backend):
-    """A token of each row, int64 [R], -1 where it is bad: what `draw` and `sample` give."""
-    stream = {"seed": seed, "offset": offset, "scratch": scratch, "backend": backend}
-    if sampling is None:
-        return draw(rows, **stream).token_ids[:, 0]
-    settings = (s[of_row] if isinstance(s, torch.Tensor) else s for s in sampling.settings())
-    return sample(rows, sampling=Sampling(*settings), **stream).token_ids

@@ -6,7 +6,8 @@ and tuples of tensors and numbers. The public functions call them by themselves 
 
 import torch
 
-from .inputs import Inputs
+from . import backends
+from .contract import Inputs, RowInputs, new_output, new_row_output
 from .rules import passed_on, rebuild
 from .sampling import COLUMNS, SETTINGS, RowStats, Sampling
 
@@ -62,8 +63,6 @@ def verify_op(
     row_map: torch.Tensor | None,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    from .verify import run
-
     inputs = Inputs(
         target, draft, draft_token_ids, rebuild(rule, _joined(strengths, strength_numbers)),
         seed_number if seed is None else seed, offset_number if offset is None else offset, cu_draft_tokens,
@@ -72,7 +71,7 @@ def verify_op(
         draft_stats=None if draft_stats is None else RowStats(draft_stats), bonus_token_ids=bonus_token_ids,
         row_map=row_map,
     )  # fmt: skip
-    out = run(inputs, None, None, backend or None)
+    out = backends.run(inputs, new_output(inputs), None, backend or None)
     return out.token_ids, out.num_accepted, out.valid
 
 
@@ -109,12 +108,11 @@ def sample_op(
     entropy: bool,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    from .rows import sample
-
-    out = sample(
-        logits, seed=seed_number if seed is None else seed, offset=offset_number if offset is None else offset,
-        sampling=_sampling(sampling, sampling_numbers), entropy=entropy, backend=backend or None,
+    inputs = RowInputs(
+        logits, _sampling(sampling, sampling_numbers), entropy, seed_number if seed is None else seed,
+        offset_number if offset is None else offset,
     )  # fmt: skip
+    out = backends.run_rows(inputs, new_row_output(inputs), None, backend or None)
     return out.token_ids, out.probs, out.stats.packed
 
 

@@ -10,8 +10,7 @@ import functools
 import numpy as np
 import torch
 
-# Counter word 1. Draws for different purposes never share a word.
-ACCEPT, PICK_CHUNK, PICK_TOKEN, DRAFT_CHUNK, DRAFT_TOKEN, SEED = range(6)
+from .definition import BELOW_SQRT_HALF, LN2, LOG, SEED, SQRT_HALF_BITS
 
 MASK = 0xFFFFFFFF
 _MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)
@@ -19,22 +18,6 @@ _MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], dtype=np.uint64)
 _KEY_STEPS = np.arange(10, dtype=np.uint64)[:, None] * np.array([0xBB67AE85, 0x9E3779B9], dtype=np.uint64)
 _MASK, _32 = np.uint64(MASK), np.uint64(32)
 _LARGEST = np.float32(1 - 2**-24)
-
-# log(1 + f) = f * (1 + LOG[0] f + LOG[1] f^2 + ...) within 2.5e-7 relative for sqrt(1/2) <= 1 + f <= sqrt(2), every
-# operation rounded to fp32. A Chebyshev fit of degree 9 with the constant set to 1.
-LOG = (
-    -0.49999985098838806,
-    0.3333420157432556,
-    -0.250022292137146,
-    0.19956403970718384,
-    -0.1655847579240799,
-    0.14952994883060455,
-    -0.14395862817764282,
-    0.08756256848573685,
-)
-LN2 = 0.6931471824645996  # ln 2 rounded to fp32
-SQRT_HALF_BITS = 0x3F3504F3  # sqrt(1/2) in fp32, as an integer
-BELOW_SQRT_HALF = 0.2928932309150696  # 1 - sqrt(1/2) in fp32: below it, 1 - v needs no exponent
 
 
 def philox(seed, c0, c1, c2, c3):

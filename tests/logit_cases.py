@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from transformers.generation import logits_process as hf
 
-from cactus_kernels import Cactus, RowStats, Sampling, philox, row_stats, rows_torch, sample, verify_from_logits
+from cactus_kernels import Cactus, RowStats, Sampling, definition, philox, row_stats, sample, verify_from_logits
+from cactus_kernels.host import rows as host_rows
 
 NEAR = 1e-5
 
@@ -65,7 +66,7 @@ def fuzzed_row(rng):
 def probs_of(logits, stats):
     """Rows [R, V] as verification makes them of logits and statistics."""
     index = lambda request, position: (request,)  # noqa: E731
-    rows = rows_torch.LogitRows(logits, index, stats.packed.numpy(), index)
+    rows = host_rows.LogitRows(logits, index, stats.packed.numpy(), index)
     return torch.cat([rows.whole(np.array([r]), np.array([0])) for r in range(len(logits))])
 
 
@@ -130,7 +131,7 @@ def account(target, draft, ids, delta, seed, offset, bonus):
         p_n = 1.0 if draft is None else draft[j, n] if n < draft.shape[1] else 0.0
         h = exact.verified_against(target[j], n, delta) if n < V else target[j]
         h_n = h[n] if n < V else 0.0
-        u = float(philox.uniform(*_words(seed, offset + j, 0, philox.ACCEPT))[0])
+        u = float(philox.uniform(*_words(seed, offset + j, 0, definition.ACCEPT))[0])
         near |= abs(u * p_n - h_n) <= NEAR * max(h_n, q_n, 1e-300) and h_n > 0
         if u * p_n < h_n:
             tokens.append(n)
@@ -145,7 +146,7 @@ def account(target, draft, ids, delta, seed, offset, bonus):
         if weights.sum() < 1e-6:  # what is left is rounding
             return tokens, True
         break
-    token, close = _race(weights, seed, offset + j, philox.PICK_CHUNK, philox.PICK_TOKEN)
+    token, close = _race(weights, seed, offset + j, definition.PICK_CHUNK, definition.PICK_TOKEN)
     return [*tokens, token], near | close
 
 
@@ -285,7 +286,7 @@ def difference_of_a_draw(x, settings, seed, offset, backend, device):
     out = sample(x[None].to(device), seed=torch.tensor([seed], device=device), offset=offset, sampling=Sampling(**settings),
                  backend=backend)  # fmt: skip
     expected = warped(x, **settings)
-    token, close = _race(expected.numpy(), seed, offset, philox.DRAFT_CHUNK, philox.DRAFT_TOKEN)
+    token, close = _race(expected.numpy(), seed, offset, definition.DRAFT_CHUNK, definition.DRAFT_TOKEN)
     if close or near_cut(x, settings):
         return None, True
     got, p = out.token_ids.item(), out.probs.item()

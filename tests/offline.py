@@ -21,10 +21,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cactus_kernels import Cactus, RowStats, SampleOutput, Sampling, VerifyOutput, rows
-from cactus_kernels.rows import RowInputs
+from cactus_kernels import Cactus, RowStats, SampleOutput, Sampling, VerifyOutput, contract
+from cactus_kernels.contract import Inputs, RowInputs
 from cactus_kernels.rules import AdaptiveCactus, Mentored, Optimal, Rule, SpS, TopK, Typical, m
-from cactus_kernels.verify import Inputs
 
 TARGETS = {
     "sm_80": ("cuda", 80, 32),
@@ -33,7 +32,7 @@ TARGETS = {
     "gfx942": ("hip", "gfx942", 64),
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# V and the stride of its rows. Strides that are a multiple of 16 bytes are read 16 bytes at a time.
+# V and the stride of its drawing. Strides that are a multiple of 16 bytes are read 16 bytes at a time.
 LAYOUTS = {"aligned": (151_936, 151_936), "odd, padded": (50_257, 50_264), "odd": (50_257, 50_257)}
 KERNELS = {
     "verify_kernel": "verify_triton",
@@ -71,7 +70,7 @@ def figures(target, *options):
 
 
 def column(found):
-    """Registers of a thread in rows aligned / odd, {(kernel, what it is of): text}. found: figures of every case of a target."""
+    """Registers of a thread in drawing aligned / odd, {(kernel, what it is of): text}. found: figures of a target's cases."""
     cells = {}
     for case, kernels in found.items():
         if not case.endswith(", aligned"):
@@ -140,7 +139,7 @@ def ways():
         "a budget": Inputs(**padded | {"rule": AdaptiveCactus(0.5), "budget": torch.ones(2).double()}),
         "a budget, no strength": Inputs(**padded | {"rule": Fixed(), "budget": torch.ones(2).double()}),
         "two dtypes and two sizes": Inputs(**padded | {"target": q[..., :50_000].bfloat16()}),
-        "no drafts": rows._inputs(q[:, 0], 5, numbers),
+        "no drafts": contract.inputs_of_rows(q[:, 0], 5, numbers),
         "one token, one request": Inputs(
             **padded | {"target": q[:1, :2, :1], "draft": p[:1, :1, :1], "draft_token_ids": ids[:1, :1]}
             | {"seed": numbers[:1], "offset": numbers[:1], "max_draft_tokens": 1, "batch_size": 1}
@@ -170,7 +169,7 @@ def ways():
 def cases(target, brief=False):
     """{case: Inputs or RowInputs}, every kernel in every dtype and layout that it is compiled for; on sm_90 `ways` too.
 
-    brief: fp32 and bf16 in rows that are read wide, alone.
+    brief: fp32 and bf16 in drawing that are read wide, alone.
     """
     numbers = torch.zeros(2, dtype=torch.int64)
     found = {}
@@ -198,7 +197,8 @@ def compile_all(target, brief):
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    from cactus_kernels import rows_triton, verify_triton
+    from cactus_kernels.kernels import drawing as kernel_rows
+    from cactus_kernels.kernels import verify as kernel_verify
 
     class Driver:
         def get_current_target(self):
@@ -231,12 +231,12 @@ def compile_all(target, brief):
         if isinstance(inputs, RowInputs):
             B = len(inputs.logits)
             out = SampleOutput(torch.zeros(B, dtype=torch.int64), torch.zeros(B), RowStats.empty(B, device="cpu"))
-            rows_triton.row_stats(inputs, out)
+            kernel_rows.row_stats(inputs, out)
         else:
             B, width = inputs.batch_size, inputs.max_draft_tokens + 1
             ids = torch.zeros(B, width, dtype=inputs.draft_token_ids.dtype)
             out = VerifyOutput(ids, torch.zeros(B, dtype=torch.int32), torch.zeros(B).bool(), torch.zeros(B).double())
-            verify_triton.verify(inputs, out, None)
+            kernel_verify.verify(inputs, out, None)
         found[case] = {name: of(kernel.asm) for name, kernel in launched.items()}
     return found
 

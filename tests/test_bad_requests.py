@@ -6,7 +6,7 @@ import torch
 from cactus_kernels import Cactus, RowStats, Sampling, row_stats, verify, verify_from_logits
 
 pytest.importorskip("triton")
-race_triton = pytest.importorskip("cactus_kernels.race_triton")
+race_triton = pytest.importorskip("cactus_kernels.kernels.race")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),

@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 import torch
 
-from cactus_kernels import Mentored, Optimal, clip, verify
+from cactus_kernels import Mentored, Optimal, definition, verify
+from cactus_kernels.contract import Inputs
+from cactus_kernels.host import clip as host_clip
 from cactus_kernels.rules import SpS
 from cactus_kernels.rules.elementary import log_of_number, without_log
-from cactus_kernels.verify import Inputs
 
 
 def pairs(V, seed):
@@ -41,7 +42,7 @@ def test_b_is_that_of_a_float64_solution(kind, V):
     p, q = pairs(V, V)[kind]
     wide = p.astype(np.float64), q.astype(np.float64)
     for form, strength in (("cap", 1.0), ("cap", 1.3), ("cap", 20.0), ("price", 1.0), ("price", 1.5), ("price", 1e3)):
-        b, c = clip.solve(p, q, np.float32(strength), form)
+        b, c = host_clip.solve(p, q, np.float32(strength), form)
         assert 0 < b <= 1 and c == (np.float32(strength) if form == "cap" else b * np.float32(strength))
         law = np.clip(wide[0], float(b) * wide[1], float(c) * wide[1])
         if np.maximum(wide[0] - float(c) * wide[1], 0).sum() == 0:  # nothing is rejected
@@ -58,10 +59,10 @@ def test_the_divergence_is_the_budget(kind, V):
     p, q = pairs(V, V)[kind]
     wide = p.astype(np.float64), q.astype(np.float64)
     for kl in (0.0, 1e-3, 0.05, 0.5):
-        b, c = clip.solve(p, q, np.float32(kl), "kl")
+        b, c = host_clip.solve(p, q, np.float32(kl), "kl")
         law = np.clip(wide[0], float(b) * wide[1], float(c) * wide[1])
         assert 0 < b <= 1 <= c
-        if c == clip.LARGEST:
+        if c == definition.LARGEST_MULTIPLE:
             rejected = wide[0][wide[1] == 0].sum()
             assert exact.kl(wide[1], law if rejected else wide[0]) <= float(np.float32(kl)) * (1 + 1e-6) + 3e-7
         else:
@@ -83,7 +84,7 @@ def test_the_divergence_is_the_budget_down_to_the_smallest_normal_number(V):
             p, q = p.astype(np.float32), q.astype(np.float32)
             wide = p.astype(np.float64), q.astype(np.float64)
             kl = np.float32(exact.kl(wide[1], wide[0]) * rng.uniform(0.05, 0.9))
-            b, c = clip.solve(p, q, kl, "kl")
+            b, c = host_clip.solve(p, q, kl, "kl")
             law = np.clip(wide[0], float(b) * wide[1], float(c) * wide[1])
             errors.append(abs(exact.kl(wide[1], law / law.sum()) / kl - 1))
     assert max(errors) < 1e-5
@@ -111,17 +112,17 @@ def test_what_a_sum_loses_is_rejected_not_accepted(device):
 
 
 def test_b_does_not_depend_on_where_the_search_begins(monkeypatch):
-    largest, found = clip._largest, {}
+    largest, found = host_clip._largest, {}
     for start in (None, 2100, 2040, 1900, 1000):  # edges, 2049 is that at 1
 
-        def begun_there(sides, k=clip.BINS, start=start):
+        def begun_there(sides, k=host_clip.BINS, start=start):
             return largest(sides, k if start is None else start)
 
-        monkeypatch.setattr(clip, "_largest", begun_there)
+        monkeypatch.setattr(host_clip, "_largest", begun_there)
         for V in SIZES:
             for kind, (p, q) in pairs(V, V + 1).items():
                 for form, strength in (("cap", 1.2), ("price", 1.4), ("kl", 0.02)):
-                    found.setdefault((V, kind, form), set()).add(clip.solve(p, q, np.float32(strength), form))
+                    found.setdefault((V, kind, form), set()).add(host_clip.solve(p, q, np.float32(strength), form))
     assert {case: results for case, results in found.items() if len(results) > 1} == {}
 
 
@@ -130,14 +131,14 @@ def test_sums_are_exact(scale):
     p, q = (np.minimum(x * np.float32(scale), np.float32(1)) for x in pairs(5000, 3)["apart"])
     q[:20], p[10:30] = 0, 0
     with np.errstate(all="ignore"):
-        pair, ratio = clip.Pair(p, q, False), p / q
+        pair, ratio = host_clip.Pair(p, q, False), p / q
     fixed = [[int(x) for x in np.float64(row) * 2**52] for row in (p, q)]
     assert (max(map(sum, fixed)) >= 2**53) == (scale > 1)
     for x in np.float32([0, 1e-30, 2**-16, 0.3, 0.999, 1, 1.0001, 77, 2**16, 1e9, 3e38]):
         below, up_to = ratio < x, ratio <= x
         assert pair.below(x) == [sum(np.array(row, dtype=object)[below]) for row in fixed]
         power = max(1.0, 2.0 ** float(np.floor(np.log2(x)))) if x else 1.0
-        assert clip.power_below(x) == power
+        assert host_clip.power_below(x) == power
         scaled = [int(float(y) * power * 2**52) + bool(y > 0) for y in q]
         assert list(pair.above(x)) == [sum(np.array(row, dtype=object)[~up_to]) for row in (fixed[0], scaled)]
 
@@ -162,7 +163,7 @@ RULES = [Optimal(cap=1.2), Optimal(price=1.5), Optimal(price=1.0), Mentored(0.0)
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_the_kernel_gives_the_same_bits(rule, device):
-    clip_triton = pytest.importorskip("cactus_kernels.clip_triton")
+    clip_triton = pytest.importorskip("cactus_kernels.kernels.clip")
     for V, V_draft, dtype in ((3, 3, torch.float32), (1030, 1030, torch.bfloat16), (1500, 1501, torch.float32)):
         rows = pairs(V_draft, V).values()
         B = len(rows)
@@ -175,7 +176,7 @@ def test_the_kernel_gives_the_same_bits(rule, device):
             got = clip_triton.compute(inputs, at=asked).view(2, B, 2)[..., 0].cpu().numpy()
         p, q = draft[:, 0].float().cpu().numpy(), np.zeros((B, V_draft), dtype=np.float32)
         q[:, :V] = target[:, 0].float().cpu()
-        expected = [clip.solve(*x, np.float32(*rule.strengths), rule.form) for x in zip(p, q, strict=True)]
+        expected = [host_clip.solve(*x, np.float32(*rule.strengths), rule.form) for x in zip(p, q, strict=True)]
         np.testing.assert_array_equal(got, np.transpose(expected))
 
 

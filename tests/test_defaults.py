@@ -195,7 +195,7 @@ def test_laws(odd):
 
 @cache
 def pairs():
-    models = pytest.importorskip("models")
+    models = pytest.importorskip("support.models")
     llama = models.build("llama", dtype=torch.float32)
     return {"table": models.table_pair(), "llama": (llama, cactus_kernels.skip_layers(llama, [1]))}
 

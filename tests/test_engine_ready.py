@@ -21,8 +21,10 @@ from cactus_kernels import (
 )
 
 triton = pytest.importorskip("triton")
-race_triton = pytest.importorskip("cactus_kernels.race_triton")
-from cactus_kernels import rows_triton, verify_triton  # noqa: E402 (they need triton)
+race_triton = pytest.importorskip("cactus_kernels.kernels.race")
+from cactus_kernels.kernels import rows as kernel_rows  # noqa: E402 (it needs triton)
+from cactus_kernels.kernels import scratch as kernel_scratch  # noqa: E402
+from cactus_kernels.kernels import verify as kernel_verify  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -46,10 +48,10 @@ def launches(monkeypatch):
     """A function: which kernels, (rows, verify), a call launches how often."""
 
     def count(call, runs=True):
-        rows, verification = Counted(rows_triton.rows_kernel, runs), Counted(verify_triton.verify_kernel, runs)
+        rows, verification = Counted(kernel_rows.rows_kernel, runs), Counted(kernel_verify.verify_kernel, runs)
         with monkeypatch.context() as patch:
-            patch.setattr(rows_triton, "rows_kernel", rows)
-            patch.setattr(verify_triton, "verify_kernel", verification)
+            patch.setattr(kernel_rows, "rows_kernel", rows)
+            patch.setattr(kernel_verify, "verify_kernel", verification)
             call()
         return len(rows.grids), len(verification.grids)
 
@@ -112,9 +114,9 @@ def test_no_memory_is_made_and_nothing_is_waited_for(truncated, launches):
     drawn = SampleOutput(torch.zeros(B, dtype=torch.int64), torch.zeros(B), RowStats(torch.zeros(B, 8)))
     probs = x.softmax(-1), d.softmax(-1)
     common = {"seed": seed, "offset": offset, "out": out, "backend": "triton"}
-    for_rows = rows_triton.new_scratch(B, V, "cpu")
-    for_probs = verify_triton.new_scratch(B, "cpu")
-    for_logits = rows_triton.new_scratch(B, V, "cpu", rows=2 * m + 1)
+    for_rows = kernel_scratch.new_scratch(B, V, "cpu")
+    for_probs = kernel_verify.new_scratch(B, "cpu")
+    for_logits = kernel_scratch.new_scratch(B, V, "cpu", rows=2 * m + 1)
 
     def calls():
         with NoAllocation():
@@ -131,9 +133,9 @@ def test_grids_depend_on_shapes_alone(launches, monkeypatch):
     grids = []
     for scale in (0.1, 30.0):
         x, d, ids = batch(B=3, m=2, V=9000)
-        rows, verification = Counted(rows_triton.rows_kernel, False), Counted(verify_triton.verify_kernel, False)
-        monkeypatch.setattr(rows_triton, "rows_kernel", rows)
-        monkeypatch.setattr(verify_triton, "verify_kernel", verification)
+        rows, verification = Counted(kernel_rows.rows_kernel, False), Counted(kernel_verify.verify_kernel, False)
+        monkeypatch.setattr(kernel_rows, "rows_kernel", rows)
+        monkeypatch.setattr(kernel_verify, "verify_kernel", verification)
         sampling = Sampling(torch.full((3,), scale), torch.full((3,), int(scale), dtype=torch.int32))
         verify_from_logits(scale * x, d, ids, "cactus", seed=0, offset=0, sampling=sampling, backend="triton")
         monkeypatch.undo()
@@ -144,14 +146,14 @@ def test_grids_depend_on_shapes_alone(launches, monkeypatch):
 def test_scratch_is_small():
     """Peak temporaries of B = 128, m = 4, V = 151,936 with the draft's statistics given: at most 1 MiB."""
     B, m, V = 128, 4, 151_936
-    scratch = rows_triton.new_scratch(B, V, "meta", rows=m + 1)
+    scratch = kernel_scratch.new_scratch(B, V, "meta", rows=m + 1)
     assert sum(t.numel() * t.element_size() for t in (scratch.zeros, scratch.words, scratch.stats)) <= 2**20
 
 
 def test_scratch_of_the_wrong_kind_or_size_is_refused():
     x, d, ids = batch()
     for scratch, error, says in (
-        (torch.zeros(2, 2), TypeError, "new_scratch"), (rows_triton.new_scratch(1, 50, "cpu", rows=7), ValueError, "too small")
+        (torch.zeros(2, 2), TypeError, "new_scratch"), (kernel_scratch.new_scratch(1, 50, "cpu", rows=7), ValueError, "too small")
     ):  # fmt: skip
         with pytest.raises(error, match=says):
             verify_from_logits(x, d, ids, "sps", seed=0, offset=0, scratch=scratch, backend="triton")
@@ -219,7 +221,7 @@ def test_offsets_of_rows_are_64_bit(tmp_path):
 
 def test_operators_pass_opcheck():
     x, d, ids = batch(B=2, m=2, V=20)
-    from cactus_kernels.inputs import Inputs
+    from cactus_kernels.contract import Inputs
 
     numbers = torch.zeros(2, dtype=torch.int64)
     inputs = Inputs(
@@ -246,10 +248,10 @@ def test_operators_pass_opcheck():
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "verify_op", opcheck(torch.ops.cactus_kernels.verify.default))
+        patch.setattr(ops, "verify_op", opcheck(torch.ops.cactus_kernels.verification.default))
         ops.call_verify(inputs, "torch")
         patch.setattr(ops, "sample_op", opcheck(torch.ops.cactus_kernels.sample.default))
-        from cactus_kernels.rows import RowInputs
+        from cactus_kernels.contract import RowInputs
 
         ops.call_sample(RowInputs(x[:, 0], Sampling(), True, numbers, numbers), "torch")
     assert len(checked) == 2

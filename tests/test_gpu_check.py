@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-race_triton = pytest.importorskip("cactus_kernels.race_triton")
+race_triton = pytest.importorskip("cactus_kernels.kernels.race")
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import bench_verify  # noqa: E402 (found on the path above)

@@ -5,16 +5,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cactus_kernels import Cactus, VerifyOutput, rules, verify_torch
-from cactus_kernels.rows import _inputs as draw_inputs
+from cactus_kernels import Cactus, VerifyOutput, rules
+from cactus_kernels.contract import Inputs
+from cactus_kernels.contract import inputs_of_rows as draw_inputs
+from cactus_kernels.host import verify as host_verify
 from cactus_kernels.rules import Rule, SpS
 from cactus_kernels.testing import parity
 from cactus_kernels.testing.fuzz import DTYPES
-from cactus_kernels.verify import Inputs
 
 triton = pytest.importorskip("triton")
-verify_triton = pytest.importorskip("cactus_kernels.verify_triton")
-race_triton = pytest.importorskip("cactus_kernels.race_triton")
+verify_triton = pytest.importorskip("cactus_kernels.kernels.verify")
+race_triton = pytest.importorskip("cactus_kernels.kernels.race")
 
 INTERPRETED = pytest.mark.skipif(not race_triton.INTERPRETED, reason="steps into the interpreter")
 V = 40_000  # 40 chunks: five blocks of eight warps
@@ -53,7 +54,7 @@ def run(inputs, device="cpu", scratch=None, backend=verify_triton, **options):
 
 
 def reference(inputs):
-    return run(inputs, backend=verify_torch)
+    return run(inputs, backend=host_verify)
 
 
 def assert_same(expected, got):

@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 import torch
 
-from cactus_kernels import law, philox, race_torch, rows_torch
-from cactus_kernels.rows import draw
+from cactus_kernels import definition, law, philox
+from cactus_kernels.drawing import draw
+from cactus_kernels.host import rows as host_rows
 from cactus_kernels.rules import Cactus, SpS, m
-from cactus_kernels.verify import verify
+from cactus_kernels.verification import verify
 
 DRAWS = 200_000
 RULES = [pytest.param(SpS(), 0.0, id="sps")] + [pytest.param(Cactus(d), d, id=f"cactus-{d}") for d in (0, 0.05, 0.5, 1)]
@@ -286,4 +287,4 @@ def test_bad_input_to_the_law_is_refused(p, q, rule, says):
 
 def test_group_and_chunk_sizes_meet():
     """The law tests above reach every branch of the reference only while these hold."""
-    assert race_torch.CHUNK == 1024 and rows_torch.GROUP >= race_torch.CHUNK
+    assert definition.CHUNK == 1024 and host_rows.GROUP >= definition.CHUNK

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from cactus_kernels import law, race_torch
+from cactus_kernels import definition, law
 from cactus_kernels.rules import (
     AdaptiveCactus,
     Cactus,
@@ -150,7 +150,7 @@ def test_coupled_accepts_as_often_as_two_races_agree(V, chunk, monkeypatch):
 
 
 def test_coupled_takes_the_chunks_of_the_race():
-    assert law.CHUNK == race_torch.CHUNK
+    assert law.CHUNK == definition.CHUNK
 
 
 class Squared(Rule):

@@ -25,21 +25,21 @@ from cactus_kernels import (
     Sampling,
     TopK,
     Typical,
-    lazy_rows,
     row_stats,
-    rows_torch,
     sample,
     verify,
     verify_from_logits,
 )
+from cactus_kernels.host import lazy_rows as host_lazy_rows
+from cactus_kernels.host import rows as host_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 try:
-    from cactus_kernels import race_triton
+    from cactus_kernels.kernels import race as kernel_race
 
-    BACKENDS = ["torch", "triton"] if DEVICE == "cuda" or race_triton.INTERPRETED else ["torch"]
+    BACKENDS = ["torch", "triton"] if DEVICE == "cuda" or kernel_race.INTERPRETED else ["torch"]
 except ImportError:
     BACKENDS = ["torch"]
 
@@ -241,10 +241,10 @@ def test_rows_of_probabilities_do_not_depend_on_what_is_asked_for_beside_them(th
     try:
         V, request, position = 151_936, np.arange(6), np.zeros(6, dtype=np.int64)
         logits = 5 * torch.randn(6, 1, V, generator=torch.Generator().manual_seed(0))
-        settings = rows_torch.Settings.of(Sampling(0.9), 6)
+        settings = host_rows.Settings.of(Sampling(0.9), 6)
 
         def rows():
-            return lazy_rows.rows_of_logits(logits, lambda r, j: (r, j), np.ones((6, 1), dtype=bool), settings)
+            return host_lazy_rows.rows_of_logits(logits, lambda r, j: (r, j), np.ones((6, 1), dtype=bool), settings)
 
         together = rows().whole(request, position)
         for r in range(6):
@@ -342,8 +342,8 @@ def test_every_draw_is_that_of_a_plain_account(backend):
 
 @pytest.mark.skipif(len(BACKENDS) == 1, reason="needs triton")
 def test_results_do_not_depend_on_how_rows_are_split():
-    from cactus_kernels import rows_triton
-    from cactus_kernels.rows import RowInputs, SampleOutput
+    from cactus_kernels.contract import RowInputs, SampleOutput
+    from cactus_kernels.kernels import rows as kernel_rows
 
     generator = torch.Generator().manual_seed(0)
     x = (3 * torch.randn(2, 20_000, generator=generator)).to(DEVICE)
@@ -352,7 +352,7 @@ def test_results_do_not_depend_on_how_rows_are_split():
         for splits, num_warps in ((1, 4), (3, 4), (2, 8), (5, 1)):
             ids, probs = torch.zeros(2, dtype=torch.int64, device=DEVICE), torch.zeros(2, device=DEVICE)
             out = SampleOutput(ids, probs, RowStats(torch.zeros(2, 8, device=DEVICE)))
-            rows_triton.row_stats(inputs, out, splits=splits, num_warps=num_warps)
+            kernel_rows.row_stats(inputs, out, splits=splits, num_warps=num_warps)
             outs.append((ids, probs, out.stats.packed))
         for other in outs[1:]:
             assert all(torch.equal(a, b) for a, b in zip(outs[0], other, strict=True))

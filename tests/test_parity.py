@@ -12,8 +12,8 @@ from cactus_kernels.testing import fuzz, parity
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
-verify_triton = pytest.importorskip("cactus_kernels.verify_triton")
-race_triton = pytest.importorskip("cactus_kernels.race_triton")
+verify_triton = pytest.importorskip("cactus_kernels.kernels.verify")
+race_triton = pytest.importorskip("cactus_kernels.kernels.race")
 
 # numpy warns where the kernel computes with the bad values of a request that is invalid.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -291,9 +291,9 @@ def test_ties_go_to_the_lowest_id(V, monkeypatch):
 
 
 def run_draw(probs, **options):
-    from cactus_kernels.rows import _inputs
+    from cactus_kernels.contract import inputs_of_rows
 
-    inputs = _inputs(probs, 1, 0)
+    inputs = inputs_of_rows(probs, 1, 0)
     B = len(probs)
     out = VerifyOutput(torch.full((B, 1), parity.POISON), torch.zeros(B, dtype=torch.int32), torch.ones(B).bool())
     verify_triton.verify(inputs, out, None, num_warps=1, **options)

@@ -4,17 +4,7 @@ import pytest
 import torch
 
 from cactus_kernels import Sampling, SpS, row_stats, sample, verify, verify_from_logits
-from cactus_kernels.rules import (
-    AdaptiveCactus,
-    Cactus,
-    Capped,
-    Interpolation,
-    Mentored,
-    Optimal,
-    Rule,
-    Typical,
-    m,
-)
+from cactus_kernels.rules import AdaptiveCactus, Cactus, Capped, Interpolation, Mentored, Optimal, Rule, Typical, m
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

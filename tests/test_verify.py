@@ -12,16 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from cactus_kernels import Cactus, VerifyOutput, draw, philox, verify
+from cactus_kernels import Cactus, VerifyOutput, definition, draw, philox, verify
 from cactus_kernels.rules import resolve_rule
 
 try:
-    from cactus_kernels import race_triton, verify_triton
+    from cactus_kernels.kernels import race as kernel_race
+    from cactus_kernels.kernels import verify as kernel_verify
 except ImportError:
-    race_triton = verify_triton = None
+    kernel_race = kernel_verify = None
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-no_triton = verify_triton is None or (DEVICE == "cpu" and not race_triton.INTERPRETED)
+no_triton = kernel_verify is None or (DEVICE == "cpu" and not kernel_race.INTERPRETED)
 BACKENDS = [
     "torch",
     pytest.param("triton", marks=pytest.mark.skipif(no_triton, reason="needs triton and a GPU or TRITON_INTERPRET=1")),
@@ -61,7 +62,7 @@ def run(target, draft, ids, rule="sps", *, backend, seed=0, offset=0, cu_draft_t
 
 def some(backend, count):
     """So many requests, or few in the interpreter, which takes a tenth of a second for each."""
-    return count if backend == "torch" or not race_triton.INTERPRETED else max(2, count // 32)
+    return count if backend == "torch" or not kernel_race.INTERPRETED else max(2, count // 32)
 
 
 def assert_same(a, b):
@@ -119,7 +120,7 @@ def plain_verify(target, draft, ids, delta, seed, offset):
         if n < -1 or n >= max(V, draft_size) or is_bad(q_n) or is_bad(p_n):
             return tokens + [-1] * (m + 1 - j), j, False
         q_n, p_n = min(q_n, f32(1)), min(p_n, f32(1))
-        u = philox.uniform(*words(0, philox.ACCEPT, j)).numpy()[0]
+        u = philox.uniform(*words(0, definition.ACCEPT, j)).numpy()[0]
         if u * p_n < h(q_n, q_n, True):
             tokens.append(int(n))
             continue
@@ -149,8 +150,8 @@ def plain_verify(target, draft, ids, delta, seed, offset):
         e = philox.exponential(*words(torch.arange(len(w)), purpose, j)).numpy()
         return int((w.astype(f32) / e).argmax())
 
-    c = race(np.array([fixed[0][1024 * c : 1024 * c + 1024].sum() for c in range(chunks)]), philox.PICK_CHUNK)
-    tokens.append(1024 * c + race(weights[1024 * c : 1024 * c + 1024], philox.PICK_TOKEN))
+    c = race(np.array([fixed[0][1024 * c : 1024 * c + 1024].sum() for c in range(chunks)]), definition.PICK_CHUNK)
+    tokens.append(1024 * c + race(weights[1024 * c : 1024 * c + 1024], definition.PICK_TOKEN))
     return tokens + [-1] * (m + 1 - len(tokens)), j, True
 
 
@@ -469,7 +470,7 @@ def constant_words(request, backend, monkeypatch):
     if backend == "triton":
         if DEVICE != "cpu":
             pytest.skip("the words of a compiled kernel cannot be replaced")
-        tl = verify_triton.tl
+        tl = kernel_verify.tl
 
         def constant(seed, c0, c1, c2, c3):
             zero = c0.to(tl.uint32) * 0

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from ..verify import VerifyOutput
+from ..contract import VerifyOutput
 from .batch import Batch, Emitted
 from .drafters.drafts import Drafts
 from .scorer import Scored

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..verify import VerifyOutput
+from ..contract import VerifyOutput
 from .stopping import Stopping
 
 

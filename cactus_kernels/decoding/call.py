@@ -8,7 +8,9 @@ from transformers import StoppingCriteriaList
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from .. import philox
-from ..inputs import MAX_DRAFT_TOKENS, check_budget, choose_backend
+from ..backends import choose_backend
+from ..contract import check_budget
+from ..definition import MAX_DRAFT_TOKENS
 from ..rules import Rule, resolve_rule
 from ..sampling import Sampling
 from .arguments import Arguments

@@ -2,9 +2,10 @@
 
 import torch
 
+from ..contract import VerifyOutput
 from ..rules import Coupled
 from ..sampling import Sampling
-from ..verify import VerifyOutput, verify_from_logits
+from ..verification import verify_from_logits
 from .batch import Batch
 from .call import Call
 from .drafters.drafts import Drafts

@@ -4,12 +4,12 @@ import inspect
 import re
 from dataclasses import fields
 
-from .. import torch_language as m
 from .base import Rule, bind
 from .budget import MOST, UNIT, cap, spend, within
 from .cactus import AdaptiveCactus, Cactus, SpS
 from .clipped import Capped, Interpolation, Lenience, Mentored, Optimal
 from .coupled import Coupled
+from .languages import torch_language as m
 from .thresholds import TopK, Typical
 
 __all__ = [

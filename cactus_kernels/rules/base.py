@@ -1,7 +1,7 @@
 """What a rule is. See `Rule`.
 
 A body is elementwise, over a module `m` that has the names of `triton.language`: the reference runs it with
-`torch_language`, the kernel with `triton.language` itself. A body may call other functions of that kind.
+`languages.torch_language`, the kernel with `triton.language` itself. A body may call other functions of that kind.
 """
 
 import dis

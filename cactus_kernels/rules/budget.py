@@ -7,8 +7,8 @@ side: a token spends a little more than ln(min(p_n, h_n) / q_n), and the cap is 
 from functools import cache
 from types import FunctionType
 
-from .. import torch_language as m
 from .elementary import exp, log
+from .languages import torch_language as m
 
 UNIT = 2.0**32  # a nat
 MOST = 2.0**20  # nats: a larger budget is one of that size

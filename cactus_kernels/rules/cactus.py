@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import torch_language as m
 from .base import Rule, as_strength, check_strength
 from .elementary import log, log_ratio
+from .languages import torch_language as m
 
 
 def sps_h(q, q_n, p_n, is_drafted, stat):

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import torch_language as m
 from .base import Rule, as_strength, check_strength
+from .languages import torch_language as m
 
 
 def interpolation_h(q, q_n, p_n, is_drafted, stat, weight):

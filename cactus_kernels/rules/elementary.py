@@ -4,7 +4,7 @@
 rounded divisions and moves of bits here. Of float64, as in `law`, they are the language's own.
 """
 
-from .. import torch_language as m
+from .languages import torch_language as m
 
 
 def log(x):

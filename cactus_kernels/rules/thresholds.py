@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import torch_language as m
 from .base import Rule, as_strength, check_strength
 from .elementary import exp
+from .languages import torch_language as m
 
 
 def typical_h(q, q_n, p_n, is_drafted, stat, epsilon, alpha):

@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 
-from ..inputs import choose_backend
+from ..backends import choose_backend
+from ..contract import VerifyOutput
 from ..rules import Rule
-from ..verify import VerifyOutput, verify
+from ..verification import verify
 from .fuzz import Case, describe
 
 POISON = -77  # in outputs before a run: what is not written shows

@@ -5,7 +5,7 @@ from types import FunctionType
 
 import torch
 
-from .. import row_statistics
+from ..host import statistics
 from ..rules import Rule
 from .fuzz import fuzz_case
 from .parity import Place, best_backend, difference
@@ -71,7 +71,7 @@ def _check_body(rule: Rule, distribution: bool) -> None:
     for V in (1, 2, 5, 50):
         p, q = (3 * torch.randn(2, 30, V, generator=generator, dtype=torch.float32, device="cpu")).softmax(-1)
         q[:5] *= torch.rand(5, V, generator=generator, dtype=torch.float32, device="cpu") < 0.5
-        stat = tuple(row_statistics.of_rows(name, q)[:, None] for name in rule.statistics) or None
+        stat = tuple(statistics.of_rows(name, q)[:, None] for name in rule.statistics) or None
         for n in range(V):
             q_n, p_n = q[:, n, None], p[:, n, None]
             h_n = rule.h(q_n, q_n, p_n, True, stat, *rule.strengths)

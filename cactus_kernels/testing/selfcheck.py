@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import torch
 
 from .. import law
-from ..inputs import choose_backend
-from ..rows import draw
+from ..backends import choose_backend
+from ..drawing import draw
 from ..rules import Cactus, Rule, SpS
-from ..verify import verify
+from ..verification import verify
 from .fuzz import fuzz_case
 from .parity import difference
 

@@ -6,7 +6,7 @@ from importlib import import_module, metadata
 import torch
 
 from .. import __version__
-from ..inputs import choose_backend
+from ..backends import choose_backend
 
 
 def describe_environment() -> dict:

@@ -13,7 +13,7 @@ from ..decoding.generate import SpeculativeOutput, speculative_generate
 from ..decoding.keywords import NUM_ASSISTANT_TOKENS
 from ..decoding.outputs import TextStream
 from ..decoding.stats import GenerationStats
-from ..inputs import MAX_DRAFT_TOKENS
+from ..definition import MAX_DRAFT_TOKENS
 from ..rules import Rule, SpS, given, rebuild, resolve_rule, strength_name
 from .pair import ModelPair
 

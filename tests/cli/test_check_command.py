@@ -15,7 +15,7 @@ from cactus_kernels.testing import selfcheck
 
 def test_check_on_a_cpu_says_what_it_cannot_check(command, monkeypatch):
     if importlib.util.find_spec("triton"):
-        monkeypatch.setattr("cactus_kernels.race_triton.INTERPRETED", False)
+        monkeypatch.setattr("cactus_kernels.kernels.race.INTERPRETED", False)
     code, out, err = command("check", "--minutes", "0.001", "--seed", "5")
     assert (code, err) == (0, "") and out.splitlines()[-1] == "ok"
     assert "fails less than once in a million checks" in out
@@ -38,7 +38,7 @@ def test_check_finds_a_wrong_law(command, monkeypatch):
 def test_check_finds_other_bits_and_names_the_seed_of_the_case(command, monkeypatch):
     pytest.importorskip("triton")
     seen = []
-    monkeypatch.setattr("cactus_kernels.race_triton.INTERPRETED", True)
+    monkeypatch.setattr("cactus_kernels.kernels.race.INTERPRETED", True)
 
     def difference(seed, *_):
         seen.append(seed)

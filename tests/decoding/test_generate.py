@@ -43,7 +43,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation import logits_process as hf
 
-from cactus_kernels import Cactus, Rule, embedded_pair, philox, speculative_generate
+from cactus_kernels import Cactus, Rule, definition, embedded_pair, philox, speculative_generate
 from cactus_kernels.decoding.drafters.drafts import DraftRows, Drafts
 from cactus_kernels.decoding.drafters.model import ModelDrafter
 from cactus_kernels.decoding.drafters.sampler import DraftSampler
@@ -143,8 +143,8 @@ def without_advance(monkeypatch):
 
 
 def draft_words_for_verification(monkeypatch):
-    monkeypatch.setattr(philox, "DRAFT_CHUNK", philox.PICK_CHUNK)
-    monkeypatch.setattr(philox, "DRAFT_TOKEN", philox.PICK_TOKEN)
+    monkeypatch.setattr(philox, "DRAFT_CHUNK", definition.PICK_CHUNK)
+    monkeypatch.setattr(philox, "DRAFT_TOKEN", definition.PICK_TOKEN)
 
 
 def one_draft_word_a_round(monkeypatch):

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ...inputs import choose_backend
+from ...backends import choose_backend
 from ...rules import strengths
 from ...tools import runs
 from ...tools.chat import Message, render

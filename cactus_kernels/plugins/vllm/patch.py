@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ... import rules
-from ...inputs import MAX_DRAFT_TOKENS
+from ...definition import MAX_DRAFT_TOKENS
 from .verifier import Verifier
 
 KEY = "cactus"  # of vLLM's additional_config

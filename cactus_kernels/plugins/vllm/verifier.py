@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from ...fallback import fill_invalid
 from ...rules import Cactus
 from ...sampling import Sampling
-from ...verify import verify_from_logits
+from ...verification import verify_from_logits
+from .fallback import fill_invalid
 
 logger = logging.getLogger("vllm.cactus_kernels")
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from .rows_torch import GROUP, LogitRows, ProbRows, RowsOfLogits, divisor, normalised, reduced, row_sums, softmax
-from .sampling import COLUMNS
+from ..sampling import COLUMNS
+from .rows import GROUP, LogitRows, ProbRows, RowsOfLogits, divisor, normalised, reduced, row_sums, softmax
 
 MOST_MADE = 1 << 20  # row elements kept for a second use
 

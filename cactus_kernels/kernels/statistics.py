@@ -1,4 +1,4 @@
-"""The statistics of `row_statistics` in one small launch, a program for each drafted position."""
+"""The statistics of `host.statistics` in one small launch, a program for each drafted position."""
 
 import math
 
@@ -6,13 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
-from . import row_statistics, rules
-from .layout_triton import dense, input_strides, span_of
-from .row_triton import is_bad
-from .rules import elementary
+from .. import definition, rules
+from ..rules import elementary
+from .layout import dense, input_strides, span_of
+from .row import is_bad
 
-ONE, CERTAIN_ONE = tl.constexpr(row_statistics.ONE), tl.constexpr(row_statistics.CERTAIN_ONE)
-NEGLIGIBLE = tl.constexpr(row_statistics.NEGLIGIBLE)
+ONE, CERTAIN_ONE = tl.constexpr(definition.ENTROPY_UNIT), tl.constexpr(definition.CERTAINTY_UNIT)
+NEGLIGIBLE = tl.constexpr(definition.NEGLIGIBLE)
 BLOCK = 2048
 OF_TERMS = {"entropy", "relative entropy", "certainty"}  # sums over a row, one kernel
 _log, _without_log = (rules.bind(f, tl, triton.jit) for f in (elementary.log_of_normal, elementary.without_log))
@@ -109,7 +109,7 @@ def compute(inputs):
             if not m:
                 continue
             if name in OF_TERMS:
-                scale = 1.0 if name == "entropy" else row_statistics.scale(V)
+                scale = 1.0 if name == "entropy" else definition.entropy_scale(V)
                 entropy_kernel[inputs.batch_size, m](
                     values, given.get("largest"), *rows, scale, CERTAINTY=name == "certainty", **options
                 )

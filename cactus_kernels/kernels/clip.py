@@ -6,18 +6,18 @@ import torch
 import triton
 import triton.language as tl
 
-from . import clip, philox, rules
-from .layout_triton import dense, input_strides, lanes, number
-from .race_triton import stream_of, uniform
-from .row_statistics_triton import drafted_row
-from .row_triton import is_bad
-from .rules import elementary
+from .. import definition, rules
+from ..rules import elementary
+from .layout import dense, input_strides, lanes, number
+from .race import stream_of, uniform
+from .row import is_bad
+from .statistics import drafted_row
 
-ACCEPT = tl.constexpr(philox.ACCEPT)
-ONE = tl.constexpr(clip.ONE)
-ONE_BITS = tl.constexpr(clip.ONE_BITS)
-STEPS, CLOSE, TINY = tl.constexpr(clip.STEPS), tl.constexpr(clip.CLOSE), tl.constexpr(clip.TINY)
-NAT, LARGEST = tl.constexpr(clip.NAT), tl.constexpr(float(clip.LARGEST))
+ACCEPT = tl.constexpr(definition.ACCEPT)
+ONE = tl.constexpr(definition.ONE)
+ONE_BITS = tl.constexpr(definition.ONE_BITS)
+STEPS, CLOSE, TINY = tl.constexpr(definition.STEPS), tl.constexpr(definition.CLOSE), tl.constexpr(definition.TINY)
+NAT, LARGEST = tl.constexpr(definition.NAT), tl.constexpr(float(definition.LARGEST_MULTIPLE))
 _log, _without_log = (rules.bind(f, tl, triton.jit) for f in (elementary.log_of_number, elementary.without_log))
 
 

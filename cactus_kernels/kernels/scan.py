@@ -3,13 +3,11 @@
 import triton
 import triton.language as tl
 
-from . import verify_torch
-from .race_triton import BAD, CHUNK, ONE, race
-from .row_triton import is_bad, prob
+from .. import definition
+from .race import BAD, CHUNK, ONE, race
+from .row import is_bad, prob
 
-TARGET, RESIDUAL, REST = (
-    tl.constexpr(kind) for kind in (verify_torch.TARGET, verify_torch.RESIDUAL, verify_torch.REST)
-)
+TARGET, RESIDUAL, REST = (tl.constexpr(kind) for kind in (definition.TARGET, definition.RESIDUAL, definition.REST))
 SPLIT_CHUNKS = tl.constexpr(256)  # chunks one block can hold sums of: V <= 262,144 in one split
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import race_torch, sampling
+from .. import definition, sampling
 
 _scratch = {}  # of launches over logits, by (device, stream)
 
@@ -27,7 +27,7 @@ class Scratch:
 def new_scratch(batch_size, vocab_size, device, rows=1, entropy=False) -> Scratch:
     """Scratch for `batch_size` requests of up to `rows` rows each: 1 for `sample`, 2 m + 1 for `verify_from_logits`."""
     count = batch_size * rows
-    words = count * (3 if entropy else 2) * race_torch.num_chunks(vocab_size)
+    words = count * (3 if entropy else 2) * definition.num_chunks(vocab_size)
     return Scratch(
         torch.zeros(2 * batch_size + count, dtype=torch.int64, device=device),
         torch.empty(words, dtype=torch.float32, device=device),
@@ -42,13 +42,13 @@ def with_scratch(scratch, device, needs, run):
     """
     if scratch is not None:
         if not isinstance(scratch, Scratch):
-            raise TypeError(f"scratch must be rows_triton.new_scratch(...), got {type(scratch).__name__}")
+            raise TypeError(f"scratch must be kernels.scratch.new_scratch(...), got {type(scratch).__name__}")
         if not _fits(scratch, needs):
-            raise ValueError(f"scratch is too small: make it with rows_triton.new_scratch and at least {needs}")
+            raise ValueError(f"scratch is too small: make it with kernels.scratch.new_scratch and at least {needs}")
         return run(scratch)
     with_own(
         _scratch, device, lambda own: _fits(own, needs), lambda: new_scratch(**needs, device=device), run,
-        "rows_triton.new_scratch(...)",
+        "kernels.scratch.new_scratch(...)",
     )  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def with_own(kept, device, fits, make, run, how):
 
 def _fits(scratch, needs):
     count = needs["batch_size"] * needs["rows"]
-    words = count * (3 if needs["entropy"] else 2) * race_torch.num_chunks(needs["vocab_size"])
+    words = count * (3 if needs["entropy"] else 2) * definition.num_chunks(needs["vocab_size"])
     sizes = (2 * needs["batch_size"] + count, words, count * sampling.COLUMNS)
     tensors = (scratch.zeros, scratch.words, scratch.stats)
     return all(t.numel() >= n for t, n in zip(tensors, sizes, strict=True))

@@ -12,14 +12,8 @@ import functools
 import numpy as np
 import torch
 
-from . import philox
-
-CHUNK = 1024  # part of the definition of a draw, not tunable
-ONE = 2.0**52  # a weight of 1 in fixed point: 1024 weights of at most 1.01 stay below 2^63
-
-
-def num_chunks(vocab_size: int) -> int:
-    return (vocab_size + CHUNK - 1) // CHUNK
+from .. import philox
+from ..definition import CHUNK, ONE, num_chunks
 
 
 def chunk_sums(weights):

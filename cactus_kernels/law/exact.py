@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from ..definition import CHUNK
+from ..rules import Coupled, resolve_rule
 from .by_ratio import ByRatio
-from .race_torch import CHUNK
-from .rules import Coupled, resolve_rule
 
 CHECKED = 32  # entries at which the form of a rule's recovery is looked at
 ROUNDING = 1e-13  # of sums of probabilities in float64
@@ -154,7 +154,7 @@ class Positions:
             )
 
     def _statistic(self, name):
-        """A row statistic, as in `row_statistics`, in float64: [..., 1]."""
+        """A row statistic, as in `host.statistics`, in float64: [..., 1]."""
         q, V = self.q, self.vocab_size
         if name == "largest":
             return q.amax(-1, keepdim=True)

@@ -9,12 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
-from . import race_torch
-from .cut_triton import cut
-from .layout_triton import dense, is_aligned, is_nvidia, lanes, packed_settings, row_strides, span_of
-from .race_triton import CHUNK, ONE, row_at, stream_of
-from .row_triton import finish, settings_of
-from .scratch import new_scratch, with_scratch  # noqa: F401 (callers look for new_scratch here)
+from .. import definition
+from .cut import cut
+from .layout import dense, is_aligned, is_nvidia, lanes, packed_settings, row_strides, span_of
+from .race import CHUNK, ONE, row_at, stream_of
+from .row import finish, settings_of
+from .scratch import with_scratch
 
 
 @triton.jit
@@ -170,7 +170,7 @@ CUT_WARPS = 16  # a block has a row to itself
 
 
 def row_stats(inputs, out, scratch=None, splits=None, num_warps=None):
-    """Write the statistics of `inputs` (a checked `rows.RowInputs`) to `out`, and tokens if it has a seed. Never waits for the
+    """Write the statistics of `inputs` (checked `contract.RowInputs`) to `out`, and tokens if it has a seed. Never waits for the
     device. splits, num_warps: override what is derived from the shapes; they change no result."""
     B, V = inputs.logits.shape
     needs = {"batch_size": B, "vocab_size": V, "rows": 1, "entropy": inputs.entropy}
@@ -198,7 +198,7 @@ def reduce_rows(
     B, J = stats.shape[:2]
     num_warps = num_warps or ROW_WARPS
     V, V_draft = target.shape[-1], rows[-1].shape[-1]
-    chunks = race_torch.num_chunks(max(V, V_draft))
+    chunks = definition.num_chunks(max(V, V_draft))
     aligned = is_aligned(rows)
     rounds = triton.cdiv(chunks, num_warps)
     splits = max(min(splits or BLOCKS // (B * J), rounds), 1)

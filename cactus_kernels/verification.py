@@ -1,52 +1,21 @@
 """`verify`: accept or reject drafted tokens against the target, and draw the next token. Checks, then a backend."""
 
-from dataclasses import dataclass, replace
-
 import torch
 
-from . import verify_torch
-from .inputs import (
+from . import backends, ops
+from .contract import (
     INDEX_DTYPES,
-    MAX_DRAFT_TOKENS,
     Inputs,
-    check_budget,
+    VerifyOutput,
+    check_call,
     check_device,
-    check_rows,
-    check_sampling,
-    check_stream,
+    check_output,
     check_tensor,
-    choose_backend,
+    new_output,
 )
-from .rules import Coupled, resolve_rule
-from .sampling import RowStats, Sampling
-
-
-@dataclass(frozen=True)
-class VerifyOutput:
-    """What verification decided.
-
-    Attributes:
-        token_ids: [B, max_draft_tokens + 1], dtype of the draft ids: the accepted tokens, one recovered or bonus token,
-            then -1. The tokens emitted are those >= 0.
-        num_accepted: int32 [B], drafted tokens accepted.
-        valid: bool [B], False where a value that counts was bad; such a request emits only what it accepted before.
-        spent: float64 [B], nats that the accepted tokens spent of a budget; None without one.
-    """
-
-    token_ids: torch.Tensor
-    num_accepted: torch.Tensor
-    valid: torch.Tensor
-    spent: torch.Tensor | None = None
-
-    def raise_if_invalid(self) -> None:
-        """Raise ValueError naming the invalid requests. Waits for the device."""
-        if not self.valid.all():
-            requests = (~self.valid).nonzero().squeeze(1).tolist()
-            at = self.num_accepted[requests].tolist()
-            raise ValueError(
-                f"bad values in requests {requests} at drafted positions {at}: probabilities must be finite, in [0, 1] "
-                "and not all 0, ids inside the vocabulary, strengths finite and >= 0, prefix sums in order"
-            )
+from .definition import MAX_DRAFT_TOKENS
+from .rules import resolve_rule
+from .sampling import Sampling
 
 
 @torch.no_grad()
@@ -96,7 +65,7 @@ def verify(
             log-likelihood ratio of a whole text to the target is at most what it had at the start (docs/rules.md). For rules
             that keep the target's proportions: SpS, Cactus, AdaptiveCactus, Capped, Interpolation. None: no budget.
         out: a `VerifyOutput` to write to; None: allocated.
-        scratch: `verify_triton.new_scratch(B, device)`, needed under a CUDA graph; None: kept by the launcher. `Coupled` draws
+        scratch: `kernels.verify.new_scratch(B, device)`, needed under a CUDA graph; None: kept by the launcher. `Coupled` draws
             from every row of the target: as many as those in place of B.
         backend: "triton", "torch", or None: triton on a GPU, torch elsewhere.
 
@@ -110,7 +79,7 @@ def verify(
     inputs = Inputs(
         target_probs, draft_probs, draft_token_ids, rule, seed, offset, cu_draft_tokens, m, batch_size, budget=budget
     )  # fmt: skip
-    return run(inputs, out, scratch, backend)
+    return _run(inputs, out, scratch, backend)
 
 
 @torch.no_grad()
@@ -154,8 +123,8 @@ def verify_from_logits(
             target has no bonus rows, [B, m, V] or flat [N, V].
         row_map: int32 or int64 [B]: draft rows (and `draft_stats`) are [slots, K, V], K >= m, those of request b in slot
             row_map[b], whatever the layout of the rest.
-        scratch: `rows_triton.new_scratch(B, V, device, rows=2 * m + 1)`, needed under a CUDA graph; None: kept by the launcher.
-            With `Coupled`, `rows_triton.new_scratch(R, V, device)` for the R rows of the target.
+        scratch: `kernels.scratch.new_scratch(B, V, device, rows=2 * m + 1)`, needed under a CUDA graph; None: kept here.
+            With `Coupled`, `kernels.scratch.new_scratch(R, V, device)` for the R rows of the target.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `verify`; also both or neither of what excludes or needs each other.
@@ -184,7 +153,7 @@ def verify_from_logits(
         cu_draft_tokens, m, batch_size, sampling=sampling, draft_sampling=draft_sampling, draft_stats=draft_stats,
         bonus_token_ids=bonus_token_ids, row_map=row_map, budget=budget,
     )  # fmt: skip
-    return run(
+    return _run(
         inputs, out, scratch, backend, ("target_logits", "draft_logits" if draft_probs is None else "draft_probs")
     )
 
@@ -209,93 +178,18 @@ def _layout(draft_token_ids, cu_draft_tokens, max_draft_tokens):
     return batch_size, m
 
 
-def run(inputs, out, scratch, backend, names=("target_probs", "draft_probs")) -> VerifyOutput:
-    """Check what every entry point shares, then run a backend. names: of the target's and the draft's rows."""
-    _check_shapes(inputs, names)
-    device, B, m = inputs.target.device, inputs.batch_size, inputs.max_draft_tokens
-    for name, value in (("seed", inputs.seed), ("offset", inputs.offset)):
-        check_stream(name, value, B)
-    for name, sampling in (("sampling", inputs.sampling), ("draft_sampling", inputs.draft_sampling)):
-        if sampling is not None:
-            check_sampling(name, sampling, B)
-    if inputs.budget is not None:
-        check_tensor("budget", inputs.budget, 1, (torch.float64,), (B,))
-        check_budget(inputs.rule)
-    for strength in inputs.rule.strengths:
-        if isinstance(strength, torch.Tensor):
-            check_tensor(f"the strength of {inputs.rule.name}", strength, 1, (torch.float32,), (B,))
+def _run(inputs, out, scratch, backend, names=("target_probs", "draft_probs")) -> VerifyOutput:
+    """Check what both entry points share, then run a backend. names: of the target's and the draft's rows."""
+    check_call(inputs, names)
     if torch.compiler.is_compiling():
         if out is not None or scratch is not None:
             raise ValueError("out and scratch are not taken while torch.compile traces: it plans memory itself")
         if inputs.budget is not None:
             raise ValueError("a budget is not taken while torch.compile traces: call verify outside of it")
-        from .ops import call_verify
-
-        return VerifyOutput(*call_verify(inputs, backend))
+        return VerifyOutput(*ops.call_verify(inputs, backend))
     if out is None:
-        out = VerifyOutput(
-            torch.empty((B, m + 1), dtype=inputs.draft_token_ids.dtype, device=device),
-            torch.empty(B, dtype=torch.int32, device=device),
-            torch.empty(B, dtype=torch.bool, device=device),
-            None if inputs.budget is None else torch.empty(B, dtype=torch.float64, device=device),
-        )
+        out = new_output(inputs)
     else:
-        if not isinstance(out, VerifyOutput):
-            raise TypeError(f"out must be a VerifyOutput, got {type(out).__name__}")
-        check_tensor("out.token_ids", out.token_ids, 2, (inputs.draft_token_ids.dtype,), (B, m + 1))
-        check_tensor("out.num_accepted", out.num_accepted, 1, (torch.int32,), (B,))
-        check_tensor("out.valid", out.valid, 1, (torch.bool,), (B,))
-        if inputs.budget is not None:
-            check_tensor("out.spent", out.spent, 1, (torch.float64,), (B,))
-    check_device(device, *inputs.tensors, out.token_ids, out.num_accepted, out.valid, out.spent, scratch)
-    chosen = choose_backend(backend, device)
-    if not B:
-        return out
-    if inputs.budget is not None and inputs.rule.lossless:
-        out.spent.zero_()
-        inputs = replace(inputs, budget=None)
-    if isinstance(inputs.rule, Coupled):
-        from . import coupled
-
-        coupled.verify(inputs, out, scratch, chosen)
-    elif chosen == "torch":
-        verify_torch.verify(inputs, out, scratch)
-    else:
-        from . import verify_triton
-
-        verify_triton.verify(inputs, out, scratch)
-    return out
-
-
-def _check_shapes(inputs, names):
-    """The rows, and what belongs to them, against the drafted tokens."""
-    flat, B, m = inputs.cu_draft_tokens is not None, inputs.batch_size, inputs.max_draft_tokens
-    tokens = inputs.draft_token_ids
-    has_bonus = inputs.bonus_token_ids is None
-    if not has_bonus:
-        check_tensor("bonus_token_ids", inputs.bonus_token_ids, 1, INDEX_DTYPES, (B,))
-    shapes = [(len(tokens) + B * has_bonus,), (len(tokens),)] if flat else [(B, m + has_bonus), (B, m)]
-    if inputs.row_map is not None:
-        check_tensor("row_map", inputs.row_map, 1, INDEX_DTYPES, (B,))
-        shapes[1] = None
-    for name, rows, expected in zip(names, (inputs.target, inputs.draft), shapes, strict=True):
-        if rows is None:
-            continue
-        check_rows(name, rows, 2 if flat and expected else 3)
-        shape = tuple(rows.shape[:-1])
-        if expected is None and (shape[1] < m or not shape[0]):
-            raise ValueError(f"{name} must have shape [slots, at least {m}, V] beside row_map, got {tuple(rows.shape)}")
-        if expected is not None and shape != expected:
-            wanted = ", ".join(map(str, expected))
-            raise ValueError(
-                f"{name} must have shape [{wanted}, V] beside draft_token_ids of shape {tuple(tokens.shape)}, "
-                f"got {tuple(rows.shape)}"
-            )
-    if inputs.draft_stats is not None:
-        if not isinstance(inputs.draft_stats, RowStats):
-            raise TypeError(f"draft_stats must be a RowStats, got {type(inputs.draft_stats).__name__}")
-        stats = inputs.draft_stats.packed
-        if stats.shape[:-1] != inputs.draft.shape[:-1]:
-            raise ValueError(
-                f"draft_stats must be those of {names[1]} {tuple(inputs.draft.shape)}, got {tuple(stats.shape)}"
-            )
+        check_output(out, inputs)
+    check_device(inputs.target.device, *inputs.tensors, out.token_ids, out.num_accepted, out.valid, out.spent, scratch)
+    return backends.run(inputs, out, scratch, backend)

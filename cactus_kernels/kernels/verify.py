@@ -1,4 +1,4 @@
-"""Verification in one Triton launch, grid (request, vocabulary split). The same bits as `verify_torch`, on every device.
+"""Verification in one Triton launch, grid (request, vocabulary split). The same bits as `host.verify`, on every device.
 
 Every block gathers its request's pairs (q_n, p_n) and finds the position where the draft stops: a few hundred bytes,
 cheaper repeated than communicated. It scans its share of that one row pair and races its chunks. The last block to arrive
@@ -13,17 +13,18 @@ import torch
 import triton
 import triton.language as tl
 
-from . import clip_triton, philox, race_torch, row_statistics_triton, rules
-from .layout_triton import dense, input_strides, is_aligned, lanes, number, row_strides, span_of
-from .race_triton import BAD, CHUNK, LOWEST, ONE, race, row_at, stream_of, uniform
-from .row_triton import is_bad, load_stats
-from .rows_triton import BLOCKS, NUM_WARPS, reduce_rows
-from .rules import Capped
-from .sampling import COLUMNS, INVERSE_TEMPERATURE, RowStats
-from .scan_triton import RESIDUAL, REST, SPLIT_CHUNKS, TARGET, chunk_weights, load, scan
+from .. import definition, rules
+from ..rules import Capped
+from ..sampling import COLUMNS, INVERSE_TEMPERATURE, RowStats
+from . import clip, statistics
+from .layout import dense, input_strides, is_aligned, lanes, number, row_strides, span_of
+from .race import BAD, CHUNK, LOWEST, ONE, race, row_at, stream_of, uniform
+from .row import is_bad, load_stats
+from .rows import BLOCKS, NUM_WARPS, reduce_rows
+from .scan import RESIDUAL, REST, SPLIT_CHUNKS, TARGET, chunk_weights, load, scan
 from .scratch import with_own, with_scratch
 
-ACCEPT = tl.constexpr(philox.ACCEPT)
+ACCEPT = tl.constexpr(definition.ACCEPT)
 MOST, UNIT = tl.constexpr(rules.MOST), tl.constexpr(rules.UNIT)
 _spend, _cap = (rules.bind(f, tl, triton.jit) for f in (rules.spend, rules.cap))
 
@@ -238,7 +239,7 @@ def new_scratch(batch_size, device):
 
 
 def verify(inputs, out, scratch, splits=None, num_warps=None):
-    """Write the tokens of `inputs` (checked by `verify.verify`) to `out` (a `VerifyOutput`). Never waits for the device.
+    """Write the tokens of `inputs` (checked `contract.Inputs`) to `out` (a `VerifyOutput`). Never waits for the device.
 
     Args:
         scratch: `new_scratch(at least B, device)`, or None: kept here. After a launch that raised, make it anew.
@@ -250,7 +251,7 @@ def verify(inputs, out, scratch, splits=None, num_warps=None):
     stats = None, None
     if scratch is not None:
         if not isinstance(scratch, torch.Tensor) or scratch.dtype != torch.int64:
-            raise TypeError(f"scratch must be verify_triton.new_scratch(B, device), got {_describe(scratch)}")
+            raise TypeError(f"scratch must be kernels.verify.new_scratch(B, device), got {_describe(scratch)}")
         if scratch.dim() != 2 or len(scratch) < B or scratch.shape[1] != 2 or not scratch.is_contiguous():
             raise ValueError(f"scratch must be contiguous, int64 [at least {B}, 2], got {_describe(scratch)}")
         return _launch(inputs, out, scratch, stats, splits, num_warps)
@@ -314,13 +315,13 @@ def _read(inputs, out, launch):
     """
     rule = inputs.rule
     if rule.solved is None:
-        return row_statistics_triton.compute(inputs)
+        return statistics.compute(inputs)
     if rule.solved == "drafted":
-        return clip_triton.compute(inputs)
+        return clip.compute(inputs)
     # What is accepted does not depend on b: find the rejected rows first.
     (cap,) = rule.strengths
     launch(replace(inputs, rule=Capped(cap if isinstance(cap, torch.Tensor) else max(cap, 1.0))))
-    return clip_triton.compute(inputs, at=out.num_accepted.contiguous())
+    return clip.compute(inputs, at=out.num_accepted.contiguous())
 
 
 def _launch(inputs, out, scratch, stats, splits, num_warps):
@@ -334,7 +335,7 @@ def _launch(inputs, out, scratch, stats, splits, num_warps):
     item = min(t.element_size() for t in rows)
     aligned = is_aligned(rows)
 
-    chunks = race_torch.num_chunks(inputs.vocab_size)
+    chunks = definition.num_chunks(inputs.vocab_size)
     rounds = triton.cdiv(chunks, num_warps)
     splits = max(min(splits or BLOCKS // inputs.batch_size, rounds), triton.cdiv(chunks, SPLIT_CHUNKS.value), 1)
     share = triton.cdiv(rounds, splits) * num_warps

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .race_triton import INTERPRETED
+from .race import INTERPRETED
 
 
 @triton.jit

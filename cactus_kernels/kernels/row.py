@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from . import philox, rows_torch, sampling
-from .layout_triton import number
-from .race_triton import CHUNK, LOWEST, ONE, race
+from .. import definition, sampling
+from .layout import number
+from .race import CHUNK, LOWEST, ONE, race
 
 MAX, NORM, CUTOFF, INVERSE_TEMPERATURE, ARGMAX, KEPT, ENTROPY, UNUSED = (
     tl.constexpr(column)
@@ -15,15 +15,15 @@ MAX, NORM, CUTOFF, INVERSE_TEMPERATURE, ARGMAX, KEPT, ENTROPY, UNUSED = (
     )
 )  # fmt: skip
 COLUMNS = tl.constexpr(sampling.COLUMNS)
-DRAFT_CHUNK, DRAFT_TOKEN = tl.constexpr(philox.DRAFT_CHUNK), tl.constexpr(philox.DRAFT_TOKEN)
-LARGEST, MAX_PROB = tl.constexpr(rows_torch.LARGEST), tl.constexpr(rows_torch.MAX_PROB)
+DRAFT_CHUNK, DRAFT_TOKEN = tl.constexpr(definition.DRAFT_CHUNK), tl.constexpr(definition.DRAFT_TOKEN)
+LARGEST, MAX_PROB = tl.constexpr(definition.LARGEST), tl.constexpr(definition.MAX_PROB)
 # Masses of rows in fixed point: sums of up to 2^20 weights of at most 1 fit in 63 bits. Integer sums have no order.
 UNIT = tl.constexpr(2.0**42)
 
 
 @triton.jit
 def is_bad(x):
-    """Where a probability is bad, as `rows_torch.bad_prob`."""
+    """Where a probability is bad, as `host.rows.bad_prob`."""
     return ((x >= 0.0) & (x <= MAX_PROB)) == 0
 
 
@@ -63,7 +63,7 @@ def _setting(settings, K: tl.constexpr, request, PER_REQUEST: tl.constexpr):
 
 @triton.jit
 def settings_of(settings, request, PER_REQUEST: tl.constexpr):
-    """temperature, top-k, top-p, min-p, 1 / T (0: greedy, as `rows_torch.inverse_temperature`), and whether one is bad."""
+    """temperature, top-k, top-p, min-p, 1 / T (0: greedy, as `host.rows.inverse_temperature`), and whether one is bad."""
     temperature = _setting(settings, 0, request, PER_REQUEST)
     top_k = _setting(settings, 1, request, PER_REQUEST)
     top_p = _setting(settings, 2, request, PER_REQUEST)

@@ -19,14 +19,11 @@ q over T changes with b.
 
 import numpy as np
 
-from . import numpy_language
-from .race_torch import ONE
-from .rules import bind, elementary
+from ..definition import CLOSE, LARGEST_MULTIPLE, NAT, ONE, ONE_BITS, STEPS, TINY
+from ..rules import bind, elementary
+from ..rules.languages import numpy_language
 
-LARGEST = np.float32(3e38)
-NAT = 2.0**44  # of q (p/q - 1 - ln(p/q))
-STEPS = 64  # at most; ten are much
-CLOSE = 2.0**-21  # of kl: near enough
+LARGEST = np.float32(LARGEST_MULTIPLE)
 
 # Bins of the ratio, by the upper half of its bits: 2^-7 wide between 2^-16 and 2^16, the first and the last hold the rest.
 SHIFT, FIRST, BINS = 16, 0x377F, 0x1002
@@ -34,8 +31,6 @@ EDGES = (np.arange(FIRST, FIRST + BINS, dtype=np.int32) << SHIFT).view(np.float3
 EDGES[0] = 0
 BLOCK = 1 << 15  # entries handled at once: few enough for the cache
 EXACT = 2.0**53  # float64 sums of integers are exact below
-ONE_BITS = 0x3F800000  # of 1 in fp32
-TINY = 2.0**-126
 
 _log, _without_log = (bind(f, numpy_language) for f in (elementary.log_of_number, elementary.without_log))
 
@@ -45,7 +40,7 @@ def compute(form, target, draft, request, position, drafted, strength):
 
     Args:
         form: "cap", "price" or "kl", what the strength is. strength: a number, or an fp32 array [R, 1].
-        target, draft: `rows_torch.ProbRows`; draft None: one-hot.
+        target, draft: `host.rows.ProbRows`; draft None: one-hot.
         request, position: int64 arrays [R], which rows. drafted: int64 array [R], their drafted tokens.
     """
     out = np.full((2, len(request)), np.nan, dtype=np.float32)

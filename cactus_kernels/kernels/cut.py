@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from .race_triton import CHUNK
-from .row_triton import ARGMAX, MAX, NORM, UNIT, conclude, fixed_sum, kept_sums, min_p_cutoff, settings_of
+from .race import CHUNK
+from .row import ARGMAX, MAX, NORM, UNIT, conclude, fixed_sum, kept_sums, min_p_cutoff, settings_of
 
 CHUNKS = tl.constexpr(4)  # looked at at once
 

@@ -1,10 +1,10 @@
-"""`fallback.fill_invalid` in Triton."""
+"""`plugins.vllm.fallback.fill_invalid` in Triton."""
 
 import torch
 import triton
 import triton.language as tl
 
-from .race_triton import LOWEST
+from .race import LOWEST
 
 BLOCK = 4096
 
@@ -44,7 +44,7 @@ def fill_kernel(
 
 
 def fill_invalid(out, target_logits, cu_draft_tokens, has_bonus, count):
-    """See `fallback.fill_invalid`; never waits for the device."""
+    """See `plugins.vllm.fallback.fill_invalid`; never waits for the device."""
     strides = (*out.token_ids.stride(), out.num_accepted.stride(0), out.valid.stride(0), target_logits.stride(0))
     with torch.cuda.device_of(target_logits):
         fill_kernel[(len(out.valid),)](

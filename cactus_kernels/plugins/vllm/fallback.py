@@ -2,7 +2,8 @@
 
 import torch
 
-from .inputs import choose_backend
+from ...backends import choose_backend
+from ...host import fallback
 
 
 @torch.no_grad()
@@ -20,13 +21,7 @@ def fill_invalid(out, target_logits, cu_draft_tokens, has_bonus, count, backend=
         backend: as in `verify`.
     """
     if choose_backend(backend, target_logits.device) == "triton":
-        from .fallback_triton import fill_invalid as fill
-
-        return fill(out, target_logits, cu_draft_tokens, has_bonus, count)
-    for b in (~out.valid).nonzero().squeeze(1).tolist():
-        stop, start = int(out.num_accepted[b]), int(cu_draft_tokens[b])
-        out.token_ids[b, stop] = 0
-        if stop < int(cu_draft_tokens[b + 1]) - start + has_bonus:
-            row = target_logits[start + b * has_bonus + stop].float()
-            out.token_ids[b, stop] = row.masked_fill(~row.isfinite(), -torch.inf).argmax()
-        count += 1
+        from ...kernels.fallback import fill_invalid as fill
+    else:
+        fill = fallback.fill_invalid
+    fill(out, target_logits, cu_draft_tokens, has_bonus, count)

@@ -1,4 +1,4 @@
-"""Rows of probabilities or logits on the host: statistics, truncation, drawing. The reference for `rows_triton`, fast on a CPU.
+"""Rows of probabilities or logits on the host: statistics, truncation, drawing. The reference for `kernels.rows`, fast on a CPU.
 
 A few rows at a time come to the host, as fp32 tensors; torch and numpy share their memory, and each does what it does faster.
 """
@@ -8,14 +8,13 @@ import functools
 import numpy as np
 import torch
 
-from . import philox, race_torch
-from .sampling import ARGMAX, COLUMNS, CUTOFF, ENTROPY, INVERSE_TEMPERATURE, KEPT, MAX, NORM, SETTINGS
+from .. import philox
+from ..definition import CHUNK, DRAFT_CHUNK, DRAFT_TOKEN, LARGEST, MAX_PROB
+from ..sampling import ARGMAX, COLUMNS, CUTOFF, ENTROPY, INVERSE_TEMPERATURE, KEPT, MAX, NORM, SETTINGS
+from . import race
 
-MAX_PROB = 1.01  # probabilities above this are bad input; between 1 and this they are rounding
 GROUP = 1 << 17  # row elements handled at once: enough to amortise an operation, few enough for the cache
 ROUNDING = 1e-6  # of a sum of probabilities
-
-LARGEST = float(np.finfo(np.float32).max)
 
 
 class ProbRows:
@@ -207,20 +206,20 @@ def reduced(rows, request, position, settings, entropy=False, visit=None):
         stats[r, MAX] = largest
         if plain:
             weights = softmax(x, settings, request[r])
-            sums = race_torch.float_chunk_sums(weights) if visit else weights.sum(1, keepdim=True).numpy()
+            sums = race.float_chunk_sums(weights) if visit else weights.sum(1, keepdim=True).numpy()
             kept[r] = sums.sum(1) / weights.numpy()[np.arange(len(x)), argmax[r]]
             if visit:
                 visit(r, weights, sums)
             continue
         weights = exp_weights(x, largest, inverse[r])
-        sums = race_torch.float_chunk_sums(weights)
+        sums = race.float_chunk_sums(weights)
         kept[r] = sums.sum(1)
         if any(truncates[r]):
             total = kept[r].copy()
             for i in np.flatnonzero(truncates[r]):
                 stats[start + i, CUTOFF] = _cutoff(x[i], weights[i], total[i], settings, request[start + i])
             keep(weights, x, stats[r])
-            sums = race_torch.float_chunk_sums(weights)
+            sums = race.float_chunk_sums(weights)
             kept[r] = sums.sum(1)
             with np.errstate(divide="ignore", invalid="ignore"):  # bad rows
                 stats[r, KEPT] = np.where(inverse[r] == 0, 1, kept[r] / total)
@@ -253,7 +252,7 @@ def _cutoff(x, weights, total, settings, request):
     lowest = largest + settings.temperature[request] * settings.log_min_p[request]
     values = x
     if 0 < top_k < len(x):
-        maxima = x[: len(x) // race_torch.CHUNK * race_torch.CHUNK].reshape(-1, race_torch.CHUNK).max(1)
+        maxima = x[: len(x) // CHUNK * CHUNK].reshape(-1, CHUNK).max(1)
         if len(maxima) >= top_k:  # the k-th largest of the chunks' maxima is at most the k-th largest of all
             values = x[x >= np.partition(maxima, -top_k)[-top_k]]
         kth = np.partition(values, -top_k)[-top_k]
@@ -290,7 +289,7 @@ def _column(values):
 
 
 def row_stats(inputs, out, scratch=None):
-    """Write the statistics of `inputs` (a checked `rows.RowInputs`) to `out.stats`; draw from the rows if it has a seed."""
+    """Write the statistics of `inputs` (checked `contract.RowInputs`) to `out.stats`; draw from the rows if it has a seed."""
     B, vocab_size = inputs.logits.shape
     settings = Settings.of(inputs.sampling, B)
     if inputs.seed is None:
@@ -317,7 +316,7 @@ def draw(logits, settings, noise, entropy=False, weights_to=None):
     tokens = np.empty(len(logits), dtype=np.int64)
 
     def visit(r, weights, sums):
-        tokens[r] = race_torch.race(sums, weights, [x[r] for x in noise])
+        tokens[r] = race.race(sums, weights, [x[r] for x in noise])
         if weights_to is not None:
             weights_to[r] = weights
 
@@ -336,8 +335,8 @@ def draw_from_probs(logits, settings, noise, probs):
         probs.mul_(_column(stats[:, NORM]))
         return tokens
     softmax(logits.float().cpu(), settings, out=probs)
-    sums = race_torch.float_chunk_sums(probs)
-    tokens = race_torch.race(sums, probs, noise)
+    sums = race.float_chunk_sums(probs)
+    tokens = race.race(sums, probs, noise)
     normalised(probs, sums.sum(1))
     tokens[np.isnan(probs.numpy()[:, 0]) | settings.is_bad] = -1
     return tokens
@@ -352,9 +351,9 @@ def _request_alone(request, position):
 
 
 def draft_noise(seed, offset, batch_size, vocab_size, count):
-    """The exponentials of draws at offset, offset + 1, … of each request: a list of `count` that `race_torch.noise` gives."""
+    """The exponentials of draws at offset, offset + 1, … of each request: a list of `count` that `host.race.noise` gives."""
     seed, offset = philox.streams(seed, offset, batch_size)
     position = (offset + np.arange(count)[:, None]).reshape(-1)
     words = philox.counter_row(position, 0)
-    noise = race_torch.noise(np.tile(seed, count), words, (philox.DRAFT_CHUNK, philox.DRAFT_TOKEN), vocab_size)
+    noise = race.noise(np.tile(seed, count), words, (DRAFT_CHUNK, DRAFT_TOKEN), vocab_size)
     return [tuple(x[i : i + batch_size] for x in noise) for i in range(0, count * batch_size, batch_size)]

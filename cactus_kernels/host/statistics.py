@@ -12,26 +12,22 @@ those of H in units of 2^-40, those of the certainty in units of 2^-52. A row wi
 bad.
 """
 
-import math
-
 import numpy as np
 import torch
 
-from . import numpy_language
-from .rows_torch import GROUP
-from .rules import bind, elementary
+from ..definition import CERTAINTY_UNIT, ENTROPY_UNIT, NEGLIGIBLE, entropy_scale
+from ..rules import bind, elementary
+from ..rules.languages import numpy_language
+from .rows import GROUP
 
-ONE = 2.0**40  # of a term of H: at most 1/e, so that any sum of 2^23 stays below 2^63
 BLOCK = 1 << 14  # entries handled at once: few enough for the cache
-CERTAIN_ONE = 2.0**52  # of a term of the certainty, which is at most ln V
-NEGLIGIBLE = 2.0**-60  # t below has a term of 1 / V
 _log, _without_log = (bind(f, numpy_language) for f in (elementary.log_of_normal, elementary.without_log))
 
 
 def compute(names, target, request, position):
     """The statistics that a rule names: fp32 array [K, R], NaN where a row is bad.
 
-    target: a `rows_torch.ProbRows`. request, position: int64 arrays [R], which rows.
+    target: a `host.rows.ProbRows`. request, position: int64 arrays [R], which rows.
     """
     out = np.empty((len(names), len(request)), dtype=np.float32)
     size = max(1, GROUP // target.vocab_size)
@@ -49,7 +45,7 @@ def of_rows(statistic, q):
     if statistic == "entropy":
         return entropy(q)
     if statistic == "relative entropy":
-        return entropy(q) * scale(q.shape[1])
+        return entropy(q) * entropy_scale(q.shape[1])
     if statistic == "certainty":
         return certainty(q)
     if statistic == "largest":
@@ -63,7 +59,7 @@ def of_rows(statistic, q):
 def entropy(q):
     """fp32 [R], nats."""
     sums = _sums(q.numpy(), _terms, 0)
-    return torch.from_numpy(sums.astype(np.float32) * np.float32(1 / ONE))
+    return torch.from_numpy(sums.astype(np.float32) * np.float32(1 / ENTROPY_UNIT))
 
 
 def certainty(q):
@@ -75,10 +71,12 @@ def certainty(q):
         with np.errstate(all="ignore"):  # bad values
             t = x * V
             term = np.where(t > np.float32(NEGLIGIBLE), x * _without_log(np.float32(1) / t), one_token)
-            return (term * np.float32(CERTAIN_ONE)).astype(np.int64)
+            return (term * np.float32(CERTAINTY_UNIT)).astype(np.int64)
 
-    sums = _sums(q.numpy(), terms, int(one_token * np.float32(CERTAIN_ONE)))
-    return torch.from_numpy(sums.astype(np.float32) * np.float32(1 / CERTAIN_ONE) * np.float32(scale(q.shape[1])))
+    sums = _sums(q.numpy(), terms, int(one_token * np.float32(CERTAINTY_UNIT)))
+    return torch.from_numpy(
+        sums.astype(np.float32) * np.float32(1 / CERTAINTY_UNIT) * np.float32(entropy_scale(q.shape[1]))
+    )
 
 
 def _sums(q, terms, of_zero):
@@ -97,9 +95,4 @@ def _sums(q, terms, of_zero):
 def _terms(q):
     """Of the entropy of a block of q: int64, 0 where q is 0 or denormal."""
     with np.errstate(invalid="ignore", over="ignore"):  # bad values
-        return -(q * _log(q) * np.float32(ONE)).astype(np.int64)
-
-
-def scale(vocab_size):
-    """What makes an entropy relative."""
-    return 1 / math.log(vocab_size) if vocab_size > 1 else 0.0
+        return -(q * _log(q) * np.float32(ENTROPY_UNIT)).astype(np.int64)

@@ -1,16 +1,16 @@
-"""The two-level race in Triton, for every kernel that draws: random words, keys, winners. The bits of `race_torch`."""
+"""The two-level race in Triton, for every kernel that draws: random words, keys, winners. The bits of `host.race`."""
 
 import triton
 import triton.language as tl
 
-from . import philox, race_torch
+from .. import definition
 
-CHUNK = tl.constexpr(race_torch.CHUNK)
-ONE = tl.constexpr(race_torch.ONE)
-SEED = tl.constexpr(philox.SEED)
-LOG_0, LOG_1, LOG_2, LOG_3, LOG_4, LOG_5, LOG_6, LOG_7 = (tl.constexpr(c) for c in philox.LOG)
-LN2, BELOW_SQRT_HALF = tl.constexpr(philox.LN2), tl.constexpr(philox.BELOW_SQRT_HALF)
-SQRT_HALF_BITS = tl.constexpr(philox.SQRT_HALF_BITS)
+CHUNK = tl.constexpr(definition.CHUNK)
+ONE = tl.constexpr(definition.ONE)
+SEED = tl.constexpr(definition.SEED)
+LOG_0, LOG_1, LOG_2, LOG_3, LOG_4, LOG_5, LOG_6, LOG_7 = (tl.constexpr(c) for c in definition.LOG)
+LN2, BELOW_SQRT_HALF = tl.constexpr(definition.LN2), tl.constexpr(definition.BELOW_SQRT_HALF)
+SQRT_HALF_BITS = tl.constexpr(definition.SQRT_HALF_BITS)
 BELOW_ONE = tl.constexpr(1 - 2**-24)
 # Race words are int64: the bits of a key > 0 (fp32, so their order is that of the keys), then LOWEST ^ index, so that
 # ties go to the lowest index. 0: nothing to win. BAD beats every key: a value that counts is bad.

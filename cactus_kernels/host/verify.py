@@ -9,19 +9,18 @@ import functools
 import numpy as np
 import torch
 
-from . import clip, numpy_language, philox, race_torch, row_statistics, rules
+from .. import philox, rules
+from ..definition import ACCEPT, RESIDUAL, REST, TARGET
+from ..rules.languages import numpy_language
+from . import clip, race, statistics
 from .lazy_rows import rows_of_logits
-from .rows_torch import GROUP, LogitRows, ProbRows, Settings
-
-# What a token is drawn from: the target row; the residual (h - p)+; or h without the drafted token, where rounding or
-# bad input left no residual.
-TARGET, RESIDUAL, REST = range(3)
+from .rows import GROUP, LogitRows, ProbRows, Settings
 
 AT_ONCE = 1 << 18  # elements of target rows that are read before it is seen whether the next ones are needed
 
 
 def verify(inputs, out, scratch=None):
-    """Write the tokens of `inputs` (checked by `verify.verify`) to `out` (a `VerifyOutput`)."""
+    """Write the tokens of `inputs` (checked `contract.Inputs`) to `out` (a `VerifyOutput`)."""
     B, V = inputs.batch_size, inputs.vocab_size
     positions = _Positions(inputs)
     stop = positions.judge()
@@ -38,14 +37,14 @@ def verify(inputs, out, scratch=None):
     def draw(kind, r):
         """Draw for requests r, whose token comes from weights of one kind; for those without a residual, from the rest."""
         weights, fine = positions.weights(kind, r, stop[r])
-        sums = race_torch.chunk_sums(weights)
+        sums = race.chunk_sums(weights)
         some = (sums != 0).any(1)
-        token[r] = race_torch.race(sums, weights, [x[r] for x in exponentials])
+        token[r] = race.race(sums, weights, [x[r] for x in exponentials])
         valid[r] &= fine & (some | (kind == RESIDUAL))
         if kind == RESIDUAL and not some.all():
             draw(REST, r[~some & fine])
 
-    exponentials = race_torch.noise(positions.seed, philox.counter_row(positions.offset, stop), inputs.purposes, V)
+    exponentials = race.noise(positions.seed, philox.counter_row(positions.offset, stop), inputs.purposes, V)
     token = np.zeros(B, dtype=np.int64)
     given = np.zeros(B, dtype=bool)
     if inputs.bonus_token_ids is not None:
@@ -99,9 +98,7 @@ class _Positions:
         """
         inputs, (B, columns) = self.inputs, self.drafted.shape
         j = np.arange(columns)
-        u = philox.uniform(
-            *philox.philox(self.seed[:, None], 0, philox.ACCEPT, *philox.counter_row(self.offset[:, None], j))
-        )
+        u = philox.uniform(*philox.philox(self.seed[:, None], 0, ACCEPT, *philox.counter_row(self.offset[:, None], j)))
         reads_rows = inputs.sampling or self.rule.statistics or self.rule.solved == "drafted"
         stop, request, start = np.zeros(B, dtype=np.int64), np.arange(B), 0
         while len(request):
@@ -149,7 +146,7 @@ class _Positions:
             return None
         request, j = (x[asked] for x in np.broadcast_arrays(*at))
         if names:
-            self.stat[: len(names), request, j] = row_statistics.compute(names, self.target, request, j)
+            self.stat[: len(names), request, j] = statistics.compute(names, self.target, request, j)
         elif solved == "drafted":
             self.solve(request, j)
         return tuple(s[at] for s in self.stat[: len(self.stat) - (self.inputs.budget is not None)])

@@ -1,0 +1,1 @@
+"""Backend "torch": numpy and torch on the host, fast on a CPU. Rows of a GPU are copied there."""

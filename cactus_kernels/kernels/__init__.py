@@ -1,0 +1,1 @@
+"""Backend "triton": the kernels and their launchers."""
