@@ -197,7 +197,7 @@ def compile_all(target, brief):
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    from cactus_kernels.kernels import drawing as kernel_rows
+    from cactus_kernels.kernels import rows as kernel_rows
     from cactus_kernels.kernels import verify as kernel_verify
 
     class Driver:
