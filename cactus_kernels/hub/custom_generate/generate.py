@@ -1,6 +1,6 @@
 """Batched speculative decoding by cactus_kernels, in the form that transformers loads by a folder's or repository's name."""
 
-from ... import speculative_generate
+from cactus_kernels import speculative_generate
 
 
 def generate(model, inputs=None, input_ids=None, **kwargs):
