@@ -1,6 +1,7 @@
 """Which side runs: the one place that knows both."""
 
 from dataclasses import replace
+from functools import partial
 
 from . import coupled
 from .contract import (
@@ -40,11 +41,11 @@ def run(inputs: Inputs, out: VerifyOutput, scratch, backend) -> VerifyOutput:
     chosen = choose_backend(backend, inputs.target.device)
     if not inputs.batch_size:
         return out
-    if inputs.budget is not None and inputs.rule.lossless:
+    if out.spent is not None and inputs.budget is not None and inputs.rule.lossless:
         out.spent.zero_()
         inputs = replace(inputs, budget=None)
     if isinstance(inputs.rule, Coupled):
-        coupled.verify(inputs, out, lambda *rows: _draw(*rows, scratch, chosen))
+        coupled.verify(inputs, out, partial(_draw, scratch=scratch, backend=chosen))
     elif chosen == "torch":
         host_verify.verify(inputs, out, scratch)
     else:

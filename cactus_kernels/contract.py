@@ -1,6 +1,7 @@
 """What a call holds and what comes back, and the checks of shapes, dtypes and devices before any work."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -208,10 +209,13 @@ def new_output(inputs) -> VerifyOutput:
 
 
 def new_row_output(inputs) -> SampleOutput:
-    """Room for what `RowInputs` come to."""
+    """Room for what `RowInputs` come to: without a seed for statistics alone, token_ids and probs None."""
     B, device = len(inputs.logits), inputs.logits.device
-    dtypes = (torch.int64, torch.float32)
-    ids, probs = (None if inputs.seed is None else torch.empty(B, dtype=d, device=device) for d in dtypes)
+    ids: Any = None
+    probs: Any = None
+    if inputs.seed is not None:
+        ids = torch.empty(B, dtype=torch.int64, device=device)
+        probs = torch.empty(B, dtype=torch.float32, device=device)
     return SampleOutput(ids, probs, RowStats.empty(B, device=device))
 
 
@@ -234,7 +238,9 @@ def _check_shapes(inputs, names):
     has_bonus = inputs.bonus_token_ids is None
     if not has_bonus:
         check_tensor("bonus_token_ids", inputs.bonus_token_ids, 1, INDEX_DTYPES, (B,))
-    shapes = [(len(tokens) + B * has_bonus,), (len(tokens),)] if flat else [(B, m + has_bonus), (B, m)]
+    shapes: list[tuple | None] = (
+        [(len(tokens) + B * has_bonus,), (len(tokens),)] if flat else [(B, m + has_bonus), (B, m)]
+    )
     if inputs.row_map is not None:
         check_tensor("row_map", inputs.row_map, 1, INDEX_DTYPES, (B,))
         shapes[1] = None

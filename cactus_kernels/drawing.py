@@ -1,5 +1,7 @@
 """Rows outside verification: drawing a token from each, and the statistics that make rows of logits distributions."""
 
+from typing import Any
+
 import torch
 
 from . import backends, ops
@@ -79,8 +81,9 @@ def row_stats(logits, *, sampling=None, entropy=False, out=None, scratch=None, b
     if out is not None and not isinstance(out, RowStats):
         raise TypeError(f"out must be a RowStats, got {type(out).__name__}")
     check_rows("logits", logits, 2)
-    out = SampleOutput(None, None, out) if out is not None else None
-    return _run(RowInputs(logits, Sampling() if sampling is None else sampling, entropy), out, scratch, backend).stats
+    drawn: Any = None
+    room = None if out is None else SampleOutput(drawn, drawn, out)
+    return _run(RowInputs(logits, Sampling() if sampling is None else sampling, entropy), room, scratch, backend).stats
 
 
 def _run(inputs, out, scratch, backend) -> SampleOutput:

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 import torch
-from cactus_kernels.plugins.vllm.fallback import fill_invalid
 
 from cactus_kernels import SpS, verify_from_logits
+from cactus_kernels.plugins.vllm.fallback import fill_invalid
 
 V = 4999  # more than one block of the kernel, and a part
 NAN, INF = float("nan"), float("inf")

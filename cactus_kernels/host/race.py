@@ -46,7 +46,8 @@ def noise(seed, row, purposes, vocab_size):
         purposes: counter word 1 of the chunks' and of the tokens' race; index i has counter (i, purpose, *row).
     """
     chunks = num_chunks(vocab_size)
-    words = philox.philox(seed[:, None], *_counters(vocab_size, purposes), row[0][:, None], row[1][:, None])
+    index, purpose = _counters(vocab_size, purposes)
+    words = philox.philox(seed[:, None], index, purpose, row[0][:, None], row[1][:, None])
     exponentials = philox.exponential(*words)
     return exponentials[:, :chunks], exponentials[:, chunks:]
 

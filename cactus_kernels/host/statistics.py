@@ -86,8 +86,8 @@ def _sums(q, terms, of_zero):
     sums = np.empty(len(q), dtype=np.int64)
     for r, row in enumerate(q):
         some, zeros = row > 0, 0
-        if 2 * np.count_nonzero(some) < len(row):  # few are left of a row that was truncated
-            row, zeros = row[some], len(row) - np.count_nonzero(some)
+        if 2 * int(np.count_nonzero(some)) < len(row):  # few are left of a row that was truncated
+            row, zeros = row[some], len(row) - int(np.count_nonzero(some))
         sums[r] = sum(terms(row[i : i + BLOCK]).sum() for i in range(0, len(row), BLOCK)) + zeros * of_zero
     return sums
 

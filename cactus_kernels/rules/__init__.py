@@ -2,7 +2,9 @@
 
 import inspect
 import re
+from collections.abc import Callable
 from dataclasses import fields
+from typing import Any, cast
 
 from .base import Rule, bind
 from .budget import MOST, UNIT, cap, spend, within
@@ -47,7 +49,7 @@ def _top_k(k=10):
 
 
 # What makes a rule of each name: from its strengths, or with the default ones.
-RULES = {
+RULES: dict[str, Callable[..., Rule]] = {
     "sps": SpS,
     "cactus": Cactus,
     "cactus-kl": lambda delta=1.0: Cactus(delta, "kl"),
@@ -73,7 +75,7 @@ def table() -> str:
         written = ", ".join(map(str, inspect.signature(rule).parameters.values()))
         written = re.sub(r": [^=,]+ = ", "=", written)
         names = ", ".join(f'`"{name}"`' for name in RULES if isinstance(resolve_rule(name), rule))
-        what, *rest = inspect.getdoc(rule).split("\n\n")
+        what, *rest = (inspect.getdoc(rule) or "").split("\n\n")
         reads = next(part.removeprefix("Reads ").rstrip(".") for part in rest if part.startswith("Reads "))
         cells = (
             f"`{rule.__name__}({written})`",
@@ -91,7 +93,7 @@ def strength_name(name: str) -> str | None:
 
 def strengths() -> str:
     """What the strength of each rule is, with its default: the help of the command holds it."""
-    rules = {}
+    rules: dict[tuple, list[str]] = {}
     for name, make in RULES.items():
         if what := strength_name(name):
             rules.setdefault((what, inspect.signature(make).parameters[what].default), []).append(name)
@@ -100,7 +102,7 @@ def strengths() -> str:
 
 def given(rule: Rule) -> dict:
     """The fields of a rule of the package that were given, name -> value: its strength, and what differs from defaults."""
-    values = [(f, getattr(rule, f.name)) for f in fields(rule) if getattr(rule, f.name) is not None]
+    values = [(f, getattr(rule, f.name)) for f in fields(cast(Any, rule)) if getattr(rule, f.name) is not None]
     return {f.name: value for i, (f, value) in enumerate(values) if i == 0 or value != f.default}
 
 

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -24,6 +24,9 @@ Write = Callable[[str], None]
 Decoded = TypeVar("Decoded")
 
 
+Backend = Literal["triton", "torch"] | None
+
+
 @dataclass(frozen=True)
 class RunSettings:
     """How to decode. Raises ValueError or TypeError, naming what came and what to do."""
@@ -37,7 +40,7 @@ class RunSettings:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
-    backend: str | None = None
+    backend: Backend = None
 
     def __post_init__(self):
         for name in ("num_assistant_tokens", "prompt_lookup_num_tokens"):
@@ -198,7 +201,7 @@ def run_speculative(
     """Draft and verification. `write` is called with pieces of text as they are accepted."""
 
     def decode() -> SpeculativeOutput:
-        return speculative_generate(
+        out = speculative_generate(
             pair.model,
             ids,
             attention_mask=torch.ones_like(ids),  # a template may hold the padding id
@@ -212,10 +215,12 @@ def run_speculative(
             return_dict_in_generate=True,
             **_sampling(settings),
         )
+        assert isinstance(out, SpeculativeOutput)  # asked for by return_dict_in_generate
+        return out
 
     out, seconds = _timed(decode, pair.model.device)
     label = "speculative" if settings.greedy else settings.rule.name
-    assert out.stats is not None  # asked for by return_dict_in_generate
+    assert out.stats is not None  # so is this
     return SpeculativeRun(label, *_text(pair, ids, out.sequences), seconds, out.stats)
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from secrets import randbits
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import typer
@@ -105,7 +105,7 @@ def generate(
             prompt_lookup_num_tokens=prompt_lookup_num_tokens,
             max_new_tokens=max_new_tokens,
             greedy=greedy,
-            backend=backend,
+            backend=cast(runs.Backend, backend),  # `_prepare` checks it
             **sampling,
         )
         task = _prepare(question, settings, Source(model, draft, dtype, find_device(device)))
