@@ -35,11 +35,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # V and the stride of its drawing. Strides that are a multiple of 16 bytes are read 16 bytes at a time.
 LAYOUTS = {"aligned": (151_936, 151_936), "odd, padded": (50_257, 50_264), "odd": (50_257, 50_257)}
 KERNELS = {
-    "verify_kernel": "verify_triton",
-    "rows_kernel": "rows_triton",
-    "entropy_kernel": "row_statistics_triton",
-    "kth_largest_kernel": "row_statistics_triton",
-    "clip_kernel": "clip_triton",
+    "verify_kernel": "kernels.verify",
+    "rows_kernel": "kernels.rows",
+    "entropy_kernel": "kernels.statistics",
+    "kth_largest_kernel": "kernels.statistics",
+    "clip_kernel": "kernels.clip",
 }
 
 # Rules with a kernel of their own before verification.

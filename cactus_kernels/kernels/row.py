@@ -140,6 +140,7 @@ def finish(
     if (min_p > 0.0) & (greedy == 0) & (bad == 0):
         cutoff = min_p_cutoff(largest, temperature, min_p)
         weights, wlogw = kept_sums(row, V, maxima, c, largest, inverse, cutoff, BLOCK_C)
+    tl.store(stats + UNUSED, 0.0)  # a cut, which comes after this, leaves it
     kept = fixed_sum(weights)
     if greedy:
         cutoff = largest
@@ -170,7 +171,6 @@ def conclude(
     tl.store(stats + ARGMAX, argmax.to(tl.int32).to(tl.float32, bitcast=True))
     tl.store(stats + KEPT, share)
     tl.store(stats + ENTROPY, entropy)
-    tl.store(stats + UNUSED, 0.0)
     if DRAW:
         row_stats = (largest, inverse, cutoff, tl.where(inverse == 0.0, argmax, -1), norm)
         word = race(weights, c, stream, DRAFT_CHUNK, argmax.to(tl.int64))
