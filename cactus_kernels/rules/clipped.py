@@ -161,7 +161,8 @@ class Mentored(Rule):
 
     Reads the row pairs of all drafted tokens that SpS would reject, some fifteen times.
 
-    KL(q || P) is met within a millionth of kl and the rounding of the rows; where KL(q || p) <= kl, every draft is accepted.
+    KL(q || P) is met within 1e-5 of kl and the rounding of the rows, for every q_n that is a normal fp32 number (2^-126 and
+    more); a drafted token with a smaller q_n is rejected. Where KL(q || p) <= kl, every draft is accepted.
     The family of `Optimal`, with another multiplier at each position.
 
     Args:
