@@ -209,9 +209,9 @@ def reduce_rows(
     strides = (*row_strides(target, flat), *((0, 0) if draft is None else row_strides(draft, flat and row_map is None)))
     strides += (*stats.stride()[:2], *((0, 0) if token_ids is None else (token_ids.stride(0), probs.stride(0))))
     truncates = sampling.truncates or (draft is not None and (draft_sampling or sampling).truncates)
-    # Else the compiler spills: of rows that are read an entry at a time to get by with 80 registers, in a cut with 64.
+    # Of rows that are read an entry at a time, the compiler would spill a value to get by with 80 registers, or 64 of a cut.
     reduces = {"maxnreg": 96} if is_nvidia() and not aligned and token_ids is None else {}
-    cuts = {"maxnreg": 128} if is_nvidia() else {}
+    cuts = {"maxnreg": 128} if is_nvidia() and not aligned else {}
     with torch.cuda.device_of(target):
         for cut in (False, True) if truncates else (False,):
             rows_kernel[B, J, 1 if cut else triton.cdiv(chunks, share)](

@@ -164,10 +164,10 @@ def verify_kernel(
         tl.store(spent + request * strides[10], spends.to(tl.float64) / UNIT)
     values = (stat,) + values  # noqa: RUF005
 
-    # 3. This block's share of the one row pair. A bonus token that is given has no row, be its request good or bad.
+    # 3. This block's share of the one row pair. A bonus token that is given has no row, a bad request need not have one.
     given = stop < 0
     if bonus_token_ids is not None:
-        given = stop >= length
+        given = (stop >= length) & (bad_request == 0)
     q_row = row_at(target, wide * strides[0] + (start + stop) * strides[1], VEC > 1)
     q_stats = ()
     if target_stats is not None:
@@ -182,7 +182,7 @@ def verify_kernel(
         RESIDUE: tl.constexpr = RESIDUAL
     rows = (q_row, p_row, q_stats, p_stats)
     first = split * share
-    end = tl.where(given, first, tl.minimum(first + share, tl.cdiv(V, CHUNK)))
+    end = tl.where(given | bad_request, first, tl.minimum(first + share, tl.cdiv(V, CHUNK)))
     if rejected:
         word = scan(
             rows, drafted, first, end, V, V_draft, stream, values, G, RESIDUE, PICK_CHUNK, WARPS, LANES, STEP, VEC
@@ -210,7 +210,7 @@ def verify_kernel(
         ok = (word > 0) & (word < BAD)
         if bonus_token_ids is not None:
             bonus = tl.load(bonus_token_ids + request).to(tl.int64)
-            ok = tl.where(given, (bonus >= 0) & (bonus < V) & (word < BAD), ok)
+            ok = tl.where(given, (bonus >= 0) & (bonus < V), ok)
         # The accepted tokens are read again, and all else is written before the draw: both spare registers.
         tl.store(num_accepted + wide * strides[8], stop.to(tl.int32))
         tl.store(valid + wide * strides[9], ok)
