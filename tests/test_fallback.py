@@ -69,7 +69,8 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from cactus_kernels import VerifyOutput, fallback_triton
+from cactus_kernels import VerifyOutput
+from cactus_kernels.kernels import fallback as fallback_triton
 
 
 class Driver:
