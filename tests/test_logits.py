@@ -203,7 +203,7 @@ def test_every_rule_follows_its_exact_law(name, settings):
     assert exact.chi_square_p_value(np.bincount(tokens, minlength=11), expected) > exact.FALSE_ALARM
 
 
-@pytest.mark.parametrize("draws", [80, pytest.param(1500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("draws", [8, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("settings", CUT.values(), ids=CUT)
 @pytest.mark.parametrize("name", RULE_LAWS)
 def test_every_rule_gives_the_same_tokens_on_both_backends(name, settings, draws):
@@ -213,7 +213,7 @@ def test_every_rule_gives_the_same_tokens_on_both_backends(name, settings, draws
     rule, brute_force = RULE_LAWS[name]
     tokens, p, q = verified_by(rule, settings, draws, "triton")
     assert (tokens != verified_by(rule, settings, draws, "torch")[0]).sum() <= draws // 1000
-    if draws > 1000:
+    if draws > 100:
         expected = exact.emitted_by(p, q, *brute_force(p, q))
         assert exact.chi_square_p_value(np.bincount(tokens, minlength=11), expected) > exact.FALSE_ALARM
 
