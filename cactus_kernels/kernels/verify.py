@@ -166,8 +166,10 @@ def verify_kernel(
 
     # 3. This block's share of the one row pair. A bonus token that is given has no row, a bad request need not have one.
     given = stop < 0
+    nothing = given
     if bonus_token_ids is not None:
         given = (stop >= length) & (bad_request == 0)
+        nothing = given | bad_request
     q_row = row_at(target, wide * strides[0] + (start + stop) * strides[1], VEC > 1)
     q_stats = ()
     if target_stats is not None:
@@ -182,7 +184,7 @@ def verify_kernel(
         RESIDUE: tl.constexpr = RESIDUAL
     rows = (q_row, p_row, q_stats, p_stats)
     first = split * share
-    end = tl.where(given | bad_request, first, tl.minimum(first + share, tl.cdiv(V, CHUNK)))
+    end = tl.where(nothing, first, tl.minimum(first + share, tl.cdiv(V, CHUNK)))
     if rejected:
         word = scan(
             rows, drafted, first, end, V, V_draft, stream, values, G, RESIDUE, PICK_CHUNK, WARPS, LANES, STEP, VEC
