@@ -248,7 +248,7 @@ def test_operators_pass_opcheck():
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "verify_op", opcheck(torch.ops.cactus_kernels.verification.default))
+        patch.setattr(ops, "verify_op", opcheck(torch.ops.cactus_kernels.verify.default))
         ops.call_verify(inputs, "torch")
         patch.setattr(ops, "sample_op", opcheck(torch.ops.cactus_kernels.sample.default))
         from cactus_kernels.contract import RowInputs
