@@ -20,7 +20,7 @@ setup(
     package_data={"cactus_kernels": ["py.typed", "assets/*", "assets/*/*", "hub/custom_generate/*"]},
     install_requires=[
         "numpy>=1.26",
-        "torch>=2.6",
+        "torch>=2.7",
         'triton>=3.3; platform_system == "Linux"',
         "transformers>=5.0",
         "safetensors",
