@@ -203,7 +203,7 @@ def test_every_rule_follows_its_exact_law(name, settings):
     assert exact.chi_square_p_value(np.bincount(tokens, minlength=11), expected) > exact.FALSE_ALARM
 
 
-@pytest.mark.parametrize("draws", [8, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("draws", [8, pytest.param(120, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("settings", CUT.values(), ids=CUT)
 @pytest.mark.parametrize("name", RULE_LAWS)
 def test_every_rule_gives_the_same_tokens_on_both_backends(name, settings, draws):
