@@ -15,7 +15,9 @@ from .contract import (
 )
 from .host import rows as host_rows
 from .host import verify as host_verify
-from .rules import Coupled
+
+# How drafts are verified that a rule judges as a whole, by `Rule.whole_draft`. All of them draw with the backend's own draw.
+WHOLE_DRAFT = {"coupled": coupled.verify}
 
 
 def choose_backend(backend, device) -> str:
@@ -44,8 +46,8 @@ def run(inputs: Inputs, out: VerifyOutput, scratch, backend) -> VerifyOutput:
     if out.spent is not None and inputs.budget is not None and inputs.rule.lossless:
         out.spent.zero_()
         inputs = replace(inputs, budget=None)
-    if isinstance(inputs.rule, Coupled):
-        coupled.verify(inputs, out, partial(_draw, scratch=scratch, backend=chosen))
+    if inputs.rule.whole_draft is not None:
+        WHOLE_DRAFT[inputs.rule.whole_draft](inputs, out, partial(_draw, scratch=scratch, backend=chosen))
     elif chosen == "torch":
         host_verify.verify(inputs, out, scratch)
     else:

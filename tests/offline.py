@@ -36,6 +36,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LAYOUTS = {"aligned": (151_936, 151_936), "odd, padded": (50_257, 50_264), "odd": (50_257, 50_257)}
 KERNELS = {
     "verify_kernel": "kernels.verify",
+    "stops_kernel": "kernels.judge",
     "rows_kernel": "kernels.rows",
     "entropy_kernel": "kernels.statistics",
     "kth_largest_kernel": "kernels.statistics",
@@ -97,8 +98,12 @@ class Mixture(Rule):
     name = "mixture"
 
     @staticmethod
-    def h(q, q_n, p_n, is_drafted, stat, a, b):
-        return m.where(is_drafted, m.maximum(q_n, a * p_n), q * m.div_rn(b, 2.0))
+    def accept(q_n, p_n, stat, a, b):
+        return m.maximum(q_n, a * p_n)
+
+    @staticmethod
+    def recover(q, q_n, h_n, stat, a, b):
+        return q * m.div_rn(b, 2.0)
 
     strengths = (0.5, torch.ones(2))
 
@@ -110,8 +115,12 @@ class Fixed(Rule):
     keeps_proportions = True
 
     @staticmethod
-    def h(q, q_n, p_n, is_drafted, stat):
-        return m.where(is_drafted, m.minimum(1.5 * q_n, 1.0), q)
+    def accept(q_n, p_n, stat):
+        return m.minimum(1.5 * q_n, 1.0)
+
+    @staticmethod
+    def recover(q, q_n, h_n, stat):
+        return q
 
 
 def ways():

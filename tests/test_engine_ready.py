@@ -272,14 +272,14 @@ def test_a_whole_graph_compiles_and_gives_the_same():
         assert torch.equal(expected, got)
 
 
-def half_h(q, q_n, p_n, is_drafted, stat, delta):
-    return 0.5 * q
+def half_accept(q_n, p_n, stat, delta):
+    return 0.5 * q_n
 
 
 class Half(Cactus):
-    """Of the name and strength of `Cactus`, and another body."""
+    """Of the name and strength of `Cactus`, and with functions of its own."""
 
-    h = staticmethod(half_h)
+    accept = staticmethod(half_accept)
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])

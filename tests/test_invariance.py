@@ -147,13 +147,14 @@ def test_calls_take_turns_with_one_scratch(device):
             assert not scratch.any()
 
 
-def raising_h(q, q_n, p_n, is_drafted, stat):
-    return rules.m.where(is_drafted, q, rules.m.no_such_function(q))
+def raising_recover(q, q_n, h_n, stat):
+    return rules.m.no_such_function(q)
 
 
 class Raising(Rule):
     name = "raising"
-    h = staticmethod(raising_h)
+    accept = SpS.accept
+    recover = staticmethod(raising_recover)
 
 
 def test_a_call_after_one_that_raised(device):

@@ -8,7 +8,7 @@ import torch
 from cactus_kernels import definition, law, philox
 from cactus_kernels.drawing import draw
 from cactus_kernels.host import rows as host_rows
-from cactus_kernels.rules import Cactus, SpS, m
+from cactus_kernels.rules import Cactus, SpS
 from cactus_kernels.verification import verify
 
 DRAWS = 200_000
@@ -57,16 +57,15 @@ def test_emitted_tokens_follow_the_exact_law(rule, delta, V):
     assert p_value(tokens, exact.emitted(p.double().numpy(), q.double().numpy(), delta)) > exact.FALSE_ALARM
 
 
-def wrong_cactus_h(q, q_n, p_n, is_drafted, stat, delta):
-    h_n = m.minimum(q_n + m.sqrt_rn(2.0 * q_n * (1.0 - q_n) * delta), 1.0)
-    return m.where(is_drafted, h_n, q)
+def wrong_recover(q, q_n, h_n, stat, delta):
+    return q
 
 
 @pytest.mark.parametrize("V", [7, 37])
 def test_a_wrong_recovery_weight_is_caught(V, monkeypatch):
     """The deliberate error: recovering from (q - p)+ where the rule says (h - p)+."""
     rule = Cactus(0.5)
-    monkeypatch.setattr(Cactus, "h", staticmethod(wrong_cactus_h))
+    monkeypatch.setattr(Cactus, "recover", staticmethod(wrong_recover))
     p, q = pair(V)
     tokens = emitted_tokens(p, q, rule, DRAWS)
     assert p_value(tokens, exact.emitted(p.double().numpy(), q.double().numpy(), 0.5)) < exact.FALSE_ALARM

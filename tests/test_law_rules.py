@@ -160,7 +160,11 @@ class Squared(Rule):
     name = "squared"
 
     @staticmethod
-    def h(q, q_n, p_n, is_drafted, stat):
+    def accept(q_n, p_n, stat):
+        return q_n * q_n
+
+    @staticmethod
+    def recover(q, q_n, h_n, stat):
         return q * q
 
 
@@ -171,7 +175,11 @@ class OfTheDrafted(Rule):
     subtracts_draft = False
 
     @staticmethod
-    def h(q, q_n, p_n, is_drafted, stat):
+    def accept(q_n, p_n, stat):
+        return q_n * q_n
+
+    @staticmethod
+    def recover(q, q_n, h_n, stat):
         return q * q_n
 
 

@@ -171,11 +171,11 @@ class Twice(Rule):
 
     name = "twice"
 
-    def h(self, q, q_n, p_n, is_drafted, stat):
-        h_n = m.minimum(q_n, 0.0) + 1.0
-        if self.capped:
-            h_n = m.minimum(h_n, q_n)
-        return m.where(is_drafted, h_n, 2 * q)
+    def accept(self, q_n, p_n, stat):
+        return q_n if self.capped else m.minimum(q_n, 0.0) + 1.0
+
+    def recover(self, q, q_n, h_n, stat):
+        return 2 * q
 
     def __init__(self, capped):
         self.capped = capped

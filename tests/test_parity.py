@@ -13,6 +13,7 @@ from cactus_kernels.testing import fuzz, parity
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 verify_triton = pytest.importorskip("cactus_kernels.kernels.verify")
+jitted = pytest.importorskip("cactus_kernels.kernels.judge").jitted
 race_triton = pytest.importorskip("cactus_kernels.kernels.race")
 
 # numpy warns where the kernel computes with the bad values of a request that is invalid.
@@ -182,21 +183,23 @@ def test_square_roots_are_correctly_rounded(device):
 m = rules.m
 
 
-def floor_h(q, q_n, p_n, is_drafted, stat, weight, floor):
-    """Not a sensible rule: it has two strengths, and gives mass to tokens without any, beyond the vocabulary too."""
-    return m.minimum(m.where(is_drafted, m.maximum(q_n, weight * p_n), q * (1.0 - weight) + floor), 1.0)
+def floor_accept(q_n, p_n, stat, weight, floor):
+    return m.minimum(m.maximum(q_n, weight * p_n), 1.0)
+
+
+def floor_recover(q, q_n, h_n, stat, weight, floor):
+    return m.minimum(q * (1.0 - weight) + floor, 1.0)
 
 
 class Floor(Rule):
+    """Not a sensible rule: it has two strengths, and gives mass to tokens without any, beyond the vocabulary too."""
+
     name = "floor"
-    h = staticmethod(floor_h)
+    accept = staticmethod(floor_accept)
+    recover = staticmethod(floor_recover)
 
     def __init__(self, *strengths):
-        self.values = strengths
-
-    @property
-    def strengths(self):
-        return self.values
+        self.strengths = strengths
 
 
 @pytest.mark.parametrize("per_request", ["neither", "first", "second", "both"])
@@ -218,9 +221,9 @@ def test_a_rule_of_ones_own(per_request, V, device):
 
 
 def test_a_rule_is_compiled_once():
-    assert verify_triton._jitted(SpS().h) is verify_triton._jitted(SpS().h)
-    assert verify_triton._jitted(Cactus(1.0).h) is verify_triton._jitted(Cactus(0.1).h)
-    assert verify_triton._jitted(Cactus().h) is not verify_triton._jitted(SpS().h)
+    assert jitted(SpS().accept) is jitted(SpS().accept)
+    assert jitted(Cactus(1.0).recover) is jitted(Cactus(0.1).recover)
+    assert jitted(Cactus().recover) is not jitted(SpS().recover)
 
 
 # -- extremes of the random words

@@ -60,7 +60,7 @@ def test_the_recording_reaches_every_outcome(recording):
             n for name, outcome in plain.items() if name.startswith(f"{rule},") for n in outcome["num_accepted"]
         }
         assert {0, 2} <= accepted, f"{rule}: {accepted}"
-    assert {make().name for make in recorded.RULES.values()} == {make().name for make in RULES.values()}
+    assert {make().name for make in recorded.RULES.values()} == {named.default.name for named in RULES.values()}
     outcomes = [outcome for group in recording.values() for name, outcome in group.items() if name != INPUTS]
     ends = {"nothing accepted": 0, "all accepted": 0, "invalid": 0, "beyond the first chunk": 0, "spent": 0}
     for outcome in outcomes:

@@ -27,18 +27,17 @@ from cactus_kernels.rules import (
     Mentored,
     Optimal,
     Rule,
+    Solve,
     SpS,
     TopK,
     Typical,
-    m,
     rebuild,
     resolve_rule,
     table,
 )
-from cactus_kernels.rules.cactus import cactus_h
-from cactus_kernels.rules.clipped import optimal_cap_h
+from cactus_kernels.rules.cactus import cactus_accept, proportional_recover
+from cactus_kernels.rules.clipped import optimal_cap_accept, solved_recover
 from cactus_kernels.rules.elementary import exp, log
-from cactus_kernels.rules.thresholds import typical_h
 from cactus_kernels.verification import verify, verify_from_logits
 
 SIZES = [37, pytest.param(2051, marks=pytest.mark.slow)]
@@ -54,8 +53,8 @@ def test_emitted_tokens_follow_the_exact_law(name, V):
     assert p_value(tokens, exact.emitted_by(p, q, *brute_force(p, q))) > exact.FALSE_ALARM
 
 
-def from_the_target(q, q_n, p_n, is_drafted, stat, epsilon, alpha):
-    return m.where(is_drafted, typical_h(q_n, q_n, p_n, True, stat, epsilon, alpha), q)
+def from_the_target(q, q_n, h_n, stat, epsilon, alpha):
+    return q
 
 
 class Mutant(Rule):
@@ -63,13 +62,9 @@ class Mutant(Rule):
 
     def __init__(self, rule):
         self.name, self.rule = "mutant", rule
-        self.h = from_the_target if rule.name == "typical" else rule.h
+        self.accept, self.recover = rule.accept, from_the_target if rule.name == "typical" else rule.recover
         self.statistics, self.subtracts_draft = rule.statistics, not rule.subtracts_draft
-        self.solved, self.form = rule.solved, getattr(rule, "form", None)
-
-    @property
-    def strengths(self):
-        return self.rule.strengths
+        self.solves, self.strengths = rule.solves, rule.strengths
 
 
 @pytest.mark.parametrize("name", LAWS)
@@ -131,7 +126,7 @@ def test_the_kl_form_is_the_largest_within_the_budget(delta):
     """Against bisection in float64; its errors are those of fp32 numbers up to 1."""
     q = torch.cat([torch.logspace(-37, -1e-3, 4000), 1 - torch.logspace(-6, -0.5, 500)])
     rule = Cactus(delta, "kl")
-    h = rule.h(q, q, q, True, None, *rule.strengths)
+    h = rule.accept(q, q, None, *rule.strengths)
     want = [exact._largest_within_kl(x, f(delta)) for x in q.double().tolist()]
     np.testing.assert_allclose(h.double(), want, atol=2e-7, rtol=5e-6)
     assert (h >= q).all()
@@ -361,7 +356,7 @@ def test_a_budget_caps_h_and_is_reported(rule):
     p64, q64 = p.double(), q.double()
     draws = DRAWS // 8
     stat = tuple(host_statistics.of_rows(name, q[None])[0].double() for name in rule.statistics) or None
-    h = rule.h(q64, q64, p64, True, stat, *rule.strengths)
+    h = rule.accept(q64, p64, stat, *rule.strengths)
     spent = []
     for budget in (0.0, 0.2, 50.0):
         h_n = torch.minimum(h, q64 * np.exp(budget))
@@ -436,8 +431,12 @@ def test_budgets_are_refused(budget, rule, error, says):
         speculative_generate(target, torch.ones(2, 1).long(), assistant_model=draft, rule=rule, budget=budget)
 
 
-def fixed_h(q, q_n, p_n, is_drafted, stat):
-    return cactus_h(q, q_n, p_n, is_drafted, stat, 1.0)
+def fixed_accept(q_n, p_n, stat):
+    return cactus_accept(q_n, p_n, stat, 1.0)
+
+
+def fixed_recover(q, q_n, h_n, stat):
+    return proportional_recover(q, q_n, h_n, stat, 1.0)
 
 
 class Fixed(Rule):
@@ -445,7 +444,8 @@ class Fixed(Rule):
 
     name = "fixed"
     keeps_proportions = True
-    h = staticmethod(fixed_h)
+    accept = staticmethod(fixed_accept)
+    recover = staticmethod(fixed_recover)
 
 
 @pytest.mark.parametrize(("backend", "count"), [("torch", 400), ("triton", 6)])
@@ -472,12 +472,21 @@ def test_which_rules_are_lossless(name):
     assert resolve_rule(name).lossless is (name in ("sps", "coupled"))
 
 
-class Solved(Rule):
-    """`Optimal(cap=1.5)` with no more than `Rule` declares."""
+def second_cap_accept(q_n, p_n, stat, unused, cap):
+    return optimal_cap_accept(q_n, p_n, stat, cap)
 
-    name, solved, form = "solved", "rejected", "cap"
-    strengths = (1.5,)
-    h = staticmethod(optimal_cap_h)
+
+def second_cap_recover(q, q_n, h_n, stat, unused, cap):
+    return solved_recover(q, q_n, h_n, stat, cap)
+
+
+class Solved(Rule):
+    """`Optimal(cap=1.5)` with no more than `Rule` declares, its cap the second of two strengths."""
+
+    name, solves = "solved", Solve("cap", strength=1)
+    strengths = (0.5, 1.5)
+    accept = staticmethod(second_cap_accept)
+    recover = staticmethod(second_cap_recover)
 
 
 @pytest.mark.parametrize(("backend", "count"), [("torch", 400), ("triton", 6)])
@@ -491,8 +500,8 @@ def test_a_solved_rule_of_ones_own(backend, count, device):
 
 
 CORE = (
-    "verification", "host/verify", "kernels/verify", "host/clip", "kernels/clip", "host/statistics", "kernels/statistics",
-    "coupled", "contract", "backends", "law/exact", "ops", "decoding/stats",
+    "verification", "host/verify", "kernels/verify", "kernels/judge", "host/clip", "kernels/clip", "host/statistics",
+    "kernels/statistics", "coupled", "contract", "backends", "law/exact", "ops", "decoding/stats",
 )  # fmt: skip
 
 
@@ -503,7 +512,9 @@ def test_what_is_read_of_a_rule_is_declared():
     package = Path(law.__file__).parents[1]
     nodes = [x for name in CORE for x in ast.walk(ast.parse((package / f"{name}.py").read_text()))]
     read = {x.attr for x in nodes if isinstance(x, ast.Attribute) and is_rule(x.value)}
-    assert {"strengths", "h", "solved", "form", "lossless"} <= read <= Rule.__annotations__.keys() | {"strengths"}
+    assert (
+        {"strengths", "accept", "recover", "solves", "lossless"} <= read <= Rule.__annotations__.keys() | {"reads_rows"}
+    )
 
 
 # -- what is refused
@@ -523,10 +534,10 @@ REFUSED = [
     (lambda: Typical(1.5), ValueError, "epsilon"),
     (lambda: Typical(0.5, 2.0), ValueError, "alpha"),
     (lambda: TopK(0), ValueError, "at least 1"),
-    (lambda: RULES["top-k"](1e39), ValueError, "k must be at least 1 and fit in 32 bits, got 9{5}"),
+    (lambda: RULES["top-k"].make(1e39), ValueError, "k must be at least 1 and fit in 32 bits, got 9{5}"),
     (lambda: TopK(2.0), TypeError, "k must be an int, got 2.0"),
     *(
-        (lambda x=x: RULES["top-k"](x), TypeError, f"k must be an int, got {x}")
+        (lambda x=x: RULES["top-k"].make(x), TypeError, f"k must be an int, got {x}")
         for x in (2.5, float("inf"), float("nan"))
     ),
     (lambda: Optimal(), ValueError, "one of"),
@@ -563,7 +574,7 @@ def test_rules_by_name(name):
     assert (
         type(again) is type(rule)
         and again.strengths == rule.strengths
-        and getattr(again, "h", None) is getattr(rule, "h", None)
+        and getattr(again, "accept", None) is getattr(rule, "accept", None)
     )
     with pytest.raises(ValueError, match="takes the rules"):
         rebuild("mine", ())

@@ -15,22 +15,23 @@ TINY = {"1e-40": 1e-40, "2^-149": 2.0**-149, "2^-149.9": 0.6 * 2.0**-149, "1e-60
 FEW = ("1e-40", "1e-60")
 
 
-def scaled_h(q, q_n, p_n, is_drafted, stat, weight):
-    return m.where(is_drafted, m.minimum(q_n + weight, 1.0), q * (1.0 - weight))
+def scaled_accept(q_n, p_n, stat, weight):
+    return m.minimum(q_n + weight, 1.0)
+
+
+def scaled_recover(q, q_n, h_n, stat, weight):
+    return q * (1.0 - weight)
 
 
 class Scaled(Rule):
     """A rule of one's own, that hands on what it was given."""
 
     name = "scaled"
-    h = staticmethod(scaled_h)
+    accept = staticmethod(scaled_accept)
+    recover = staticmethod(scaled_recover)
 
     def __init__(self, weight):
-        self.weight = weight
-
-    @property
-    def strengths(self):
-        return (self.weight,)
+        self.strengths = (weight,)
 
 
 RULES = {

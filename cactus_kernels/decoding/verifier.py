@@ -3,7 +3,6 @@
 import torch
 
 from ..contract import VerifyOutput
-from ..rules import Coupled
 from ..sampling import Sampling
 from ..verification import verify_from_logits
 from .batch import Batch
@@ -39,7 +38,7 @@ class Verifier:
         if self.left is not None and verified.spent is not None:
             self.left = self.left - verified.spent
         # Of a coupled draw the words are those of the token's position, whatever was drafted.
-        coupled = isinstance(self.rule, Coupled)
+        coupled = self.rule.whole_draft == "coupled"
         self.offset = self.offset + ((verified.token_ids >= 0).sum(1) if coupled else self.batch.num_drafts + 1)
         return verified
 

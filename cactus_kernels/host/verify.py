@@ -30,7 +30,7 @@ def verify(inputs, out, scratch=None):
     if inputs.budget is not None:
         out.spent.copy_(torch.from_numpy(positions.spent(stop)))
     rejected = np.flatnonzero(valid & (n >= 0))
-    if inputs.rule.solved == "rejected" and len(rejected):
+    if solves_rejected(inputs.rule) and len(rejected):
         positions.solve(rejected, stop[rejected])
 
     # The weights of the one row pair that a token is drawn from, summed chunk by chunk, and the race.
@@ -75,21 +75,18 @@ class _Positions:
         self.drafted = _drafted_tokens(inputs, first, self.num_drafted)
         self.target = _target_rows(inputs, self.num_drafted, first)
         self.draft = _draft_rows(inputs, self.drafted, first)
-        self.body = self.recovery = _numpy_body(rule.h)
         if inputs.budget is not None:
-            self.recovery = _numpy_body(rules.within(self.body))
             budget = inputs.budget.cpu().numpy()
             bad_request |= ~(budget >= 0)
             with np.errstate(invalid="ignore"):
                 self.budget = (np.minimum(budget, rules.MOST) * rules.UNIT).astype(np.int64)
             self.spends = np.zeros(shape, dtype=np.int64)
 
-        self.q_n, self.p_n = np.zeros(shape, dtype=np.float32), np.ones(shape, dtype=np.float32)
+        self.q_n, self.h_n = np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=np.float32)
         beyond = max(inputs.vocab_size, inputs.draft_vocab_size)
         self.bad = (self.drafted < -1) | (self.drafted >= beyond) | (bad_request | bad_index)[:, None]
-        count = len(rule.statistics) + 2 * (rule.solved is not None) + (inputs.budget is not None)
-        # The statistics that the rule names, or b and c; then the cap of a budget. 1 where they are not known.
-        self.stat = np.ones((count, *shape), dtype=np.float32)
+        # The statistics that the rule names, or b and c: 1 where they are not known.
+        self.stat = np.ones((len(rule.statistics) + 2 * (rule.solves is not None), *shape), dtype=np.float32)
 
     def judge(self):
         """The first position of each request whose token is rejected, bad or not there: int64 [B].
@@ -99,7 +96,7 @@ class _Positions:
         inputs, (B, columns) = self.inputs, self.drafted.shape
         j = np.arange(columns)
         u = philox.uniform(*philox.philox(self.seed[:, None], 0, ACCEPT, *philox.counter_row(self.offset[:, None], j)))
-        reads_rows = inputs.sampling or self.rule.statistics or self.rule.solved == "drafted"
+        reads_rows = inputs.sampling or self.rule.statistics or solves_drafted(self.rule)
         stop, request, start = np.zeros(B, dtype=np.int64), np.arange(B), 0
         while len(request):
             end = min(columns, start + max(1, AT_ONCE // (inputs.vocab_size * len(request)))) if reads_rows else columns
@@ -126,47 +123,47 @@ class _Positions:
             bad |= self.draft.bad_at(request, j, p_n) & drafted
         q_n, p_n = np.minimum(q_n, np.float32(1)), np.minimum(p_n, np.float32(1))
         asked = drafted
-        if self.rule.solved == "drafted":  # c is at least 1
+        if solves_drafted(self.rule):  # c is at least 1
             asked = drafted & ~bad & ~(u * p_n < q_n)
         stat = self._statistics(at, asked)
         for s in stat or ():
             bad |= np.isnan(s) & drafted
         with np.errstate(all="ignore"):  # bad values
-            h_n = self.body(q_n, q_n, p_n, True, stat, *(_of(s, request[:, 0]) for s in self.strengths))
+            h_n = _numpy(self.rule.accept)(q_n, p_n, stat, *(_of(s, request[:, 0]) for s in self.strengths))
             if inputs.budget is not None:
                 h_n = self._within_budget(at, h_n, q_n, p_n)
             accepted = (u * p_n < h_n) & drafted & (n < inputs.vocab_size) & ~bad
-        self.q_n[at], self.p_n[at], self.bad[at] = q_n, p_n, bad
+        self.q_n[at], self.h_n[at], self.bad[at] = q_n, h_n, bad
         return accepted
 
     def _statistics(self, at, asked):
         """What the rule reads of whole rows, those of positions that are asked for: a tuple of fp32 [R, C]; None if nothing."""
-        names, solved = self.rule.statistics, self.rule.solved
-        if not (names or solved):
+        names = self.rule.statistics
+        if not len(self.stat):
             return None
         request, j = (x[asked] for x in np.broadcast_arrays(*at))
         if names:
             self.stat[: len(names), request, j] = statistics.compute(names, self.target, request, j)
-        elif solved == "drafted":
+        elif solves_drafted(self.rule):
             self.solve(request, j)
-        return tuple(s[at] for s in self.stat[: len(self.stat) - (self.inputs.budget is not None)])
+        return tuple(s[at] for s in self.stat)
 
     def solve(self, request, j):
         """Solve for b and c at positions, int64 [R] each."""
-        strength = _of(self.strengths[0], request)
+        what, strength = self.rule.solves
+        strength = _of(self.strengths[strength], request)
         self.stat[:2, request, j] = clip.compute(
-            self.rule.form, self.target, self.draft, request, j, self.drafted[request, j], strength
+            what, self.target, self.draft, request, j, self.drafted[request, j], strength
         )
 
     def _within_budget(self, at, h_n, q_n, p_n):
-        """h_n within what is left of the budgets; notes what each position would spend, and the cap."""
+        """h_n within what is left of the budgets; notes what each position would spend."""
         request, _ = at
-        spends = np.where(self.drafted[at] >= 0, _numpy_body(rules.spend)(h_n, q_n, p_n), 0)
+        spends = np.where(self.drafted[at] >= 0, _numpy(rules.spend)(h_n, q_n, p_n), 0)
         before = self.spends[request[:, 0]].sum(1, keepdims=True)
         self.spends[at] = spends
         left = np.maximum(self.budget[request] - before - (spends.cumsum(1) - spends), 0)
-        cap = self.stat[-1][at] = _numpy_body(rules.cap)(left)
-        return np.minimum(h_n, q_n * cap)
+        return np.minimum(h_n, q_n * _numpy(rules.cap)(left))
 
     def spent(self, stop):
         """Nats that the tokens before `stop` spent: float64 [B]."""
@@ -176,7 +173,7 @@ class _Positions:
 
     def weights(self, kind, request, position):
         """The weights of requests, fp32 [R, V], 0 at the drafted token; and which rows are not bad [R]."""
-        n, q_n, p_n = (x[request, position] for x in (self.drafted, self.q_n, self.p_n))
+        n, q_n, h_n = (x[request, position] for x in (self.drafted, self.q_n, self.h_n))
         q = self.target.whole(request, position)
         bad = self.target.bad_whole(q)
         if kind == TARGET:
@@ -190,7 +187,9 @@ class _Positions:
         strengths = [_of(s, request) for s in self.strengths]
         stat = tuple(s[:, None] for s in self.stat[:, request, position]) if len(self.stat) else None
         with np.errstate(all="ignore"):  # q_n may be 0
-            w = self.recovery(q.numpy(), q_n[:, None], p_n[:, None], False, stat, *strengths)
+            w = _numpy(self.rule.recover)(q.numpy(), q_n[:, None], h_n[:, None], stat, *strengths)
+            if self.inputs.budget is not None:  # the mass that h_n lost to the cap
+                w = np.maximum(w, q.numpy() * _numpy(rules.room)(q_n, h_n)[:, None])
         if p is None:
             w = w.copy()
         else:
@@ -202,9 +201,19 @@ class _Positions:
 
 
 @functools.cache
-def _numpy_body(body):
-    """The body of a rule over numpy arrays."""
-    return rules.bind(body, numpy_language)
+def _numpy(function):
+    """A function of a rule over numpy arrays."""
+    return rules.bind(function, numpy_language)
+
+
+def solves_drafted(rule):
+    """Whether b and c are solved before a drafted token is judged."""
+    return rule.solves is not None and rule.solves.what != "cap"
+
+
+def solves_rejected(rule):
+    """Whether b is solved where a drafted token was rejected."""
+    return rule.solves is not None and rule.solves.what == "cap"
 
 
 def _groups(requests, size):

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from .. import definition, rules
 from ..rules import elementary
-from .layout import dense, input_strides, is_nvidia, lanes, number
+from .layout import dense, draft_rows, drafted_tokens, is_nvidia, lanes, number, target_rows
 from .race import stream_of, uniform
 from .row import is_bad
 from .statistics import drafted_row
@@ -159,37 +159,39 @@ def clip_kernel(
     strength,  # fp32 [B] or a number
     at,  # int32 [B]: the one position of each request that is asked for; None: every one where n is not accepted at c = 1
     seed, offset,  # int64 [B] or one number
-    target, draft, draft_token_ids, cu_draft_tokens, strides, num_rows, N, m, V, V_draft,  # as in `verify_kernel`
+    target, draft, drafted, num_rows, N, m,  # as in `verify_kernel`
     FORM: tl.constexpr,  # what the strength is: "cap", "price" or "kl"
     PER_REQUEST: tl.constexpr,  # it is a tensor
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     request, j = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    drafted, q_row, index, row = drafted_row(target, cu_draft_tokens, strides, N, m)
+    V, V_draft = target.size, draft.size
+    asked, q_row, index, row = drafted_row(target, drafted, N, m)
     if at is not None:
-        drafted &= tl.load(at + request) == j
-    n = tl.load(draft_token_ids + request * strides[4] + row * strides[5], mask=drafted, other=-1).to(tl.int64)
-    drafted &= n >= 0
+        asked &= tl.load(at + request) == j
+    id_at = request * drafted.by_request + row * drafted.by_column
+    n = tl.load(drafted.token_ids + id_at, mask=asked, other=-1).to(tl.int64)
+    asked &= n >= 0
     p_row = None
-    if draft is not None:
-        p_row = draft + request * strides[2] + row * strides[3]
+    if draft.data is not None:
+        p_row = draft.data + request * draft.by_request + row * draft.by_row
     if at is None:
         p_n = 1.0
-        if draft is not None:
-            p_n = tl.minimum(tl.load(p_row + n, mask=drafted & (n < V_draft), other=0.0).to(tl.float32), 1.0)
-        q_n = tl.load(q_row + n, mask=drafted & (n < V), other=0.0).to(tl.float32)
+        if p_row is not None:
+            p_n = tl.minimum(tl.load(p_row + n, mask=asked & (n < V_draft), other=0.0).to(tl.float32), 1.0)
+        q_n = tl.load(q_row + n, mask=asked & (n < V), other=0.0).to(tl.float32)
         key, position = stream_of(seed, offset, tl.program_id(0))
         word = position + j
         zero = tl.zeros((), tl.uint32)
         r0, r1, _, _ = tl.philox(key, zero, ACCEPT, word.to(tl.uint32), (word >> 32).to(tl.uint32))
-        drafted &= (uniform(r0, r1) * p_n < q_n) == 0
+        asked &= (uniform(r0, r1) * p_n < q_n) == 0
     if PER_REQUEST:
         strength = tl.load(strength + request)
     else:
         strength = number(strength)
     if FORM != "kl":
         strength = tl.maximum(strength, 1.0)  # a bad one makes its request invalid whatever is solved here
-    end = tl.where(drafted, tl.maximum(V, V_draft), 0)
+    end = tl.where(asked, tl.maximum(V, V_draft), 0)
 
     bad, q_s = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int64)
     all_q, all_p = q_s, q_s
@@ -217,23 +219,23 @@ def clip_kernel(
         if FORM == "price":
             c = b * strength
     b = tl.where(b > 0.0, b, 1.0)
-    tl.store(out + index, tl.where(is_bad_row, float("nan"), b), mask=drafted)
-    tl.store(out + num_rows + index, tl.where(is_bad_row, float("nan"), c), mask=drafted)
+    tl.store(out + index, tl.where(is_bad_row, float("nan"), b), mask=asked)
+    tl.store(out + num_rows + index, tl.where(is_bad_row, float("nan"), c), mask=asked)
 
 
 def compute(inputs, at=None):
     """fp32 [2, R]: b and c at the R rows of the target, 1 where not asked for. at: int32 [B], as in `clip_kernel`."""
-    target, ids = inputs.target, inputs.draft_token_ids
+    target = inputs.target
     out = torch.ones((2, math.prod(target.shape[:-1])), dtype=torch.float32, device=target.device)
-    (strength,) = map(dense, inputs.rule.strengths)
+    what, index = inputs.rule.solves
+    strength = dense(inputs.rule.strengths[index])
     # Else the compiler settles for 80 registers and spills, where rows are read an entry at a time.
-    limit = {"maxnreg": 96} if is_nvidia() and inputs.rule.form != "kl" else {}
+    limit = {"maxnreg": 96} if is_nvidia() and what != "kl" else {}
     if inputs.max_draft_tokens:
         with torch.cuda.device_of(target):
             clip_kernel[inputs.batch_size, inputs.max_draft_tokens](
-                out, strength, at, dense(inputs.seed), dense(inputs.offset), target, inputs.draft, ids,
-                dense(inputs.cu_draft_tokens), input_strides(inputs), out.shape[1], ids.numel(), inputs.max_draft_tokens,
-                inputs.vocab_size, inputs.draft_vocab_size, FORM=inputs.rule.form,
+                out, strength, at, dense(inputs.seed), dense(inputs.offset), target_rows(inputs), draft_rows(inputs),
+                drafted_tokens(inputs), out.shape[1], inputs.draft_token_ids.numel(), inputs.max_draft_tokens, FORM=what,
                 PER_REQUEST=isinstance(strength, torch.Tensor), BLOCK=4 * WARPS * lanes(), num_warps=WARPS,
                 enable_fp_fusion=False, **limit,
             )  # fmt: skip

@@ -1,6 +1,7 @@
 """How tensors lie in memory, and numbers, as the kernels are told."""
 
 import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -43,14 +44,51 @@ def row_strides(rows, flat):
     return (0, rows.stride(0)) if flat else rows.stride()[:2]
 
 
-def input_strides(inputs):
-    """In elements, (request, row or column) of target, draft and draft_token_ids of `Inputs`."""
-    flat, target, ids = inputs.cu_draft_tokens is not None, inputs.target, inputs.draft_token_ids
+class Rows(NamedTuple):
+    """Rows of a model, as kernels take them. Strides are in elements; flat rows have no stride of requests."""
+
+    data: Any  # [..., V]: probabilities, or logits; None: one-hot drafts
+    stats: Any  # fp32 [..., 8] of logits; None: probabilities
+    by_request: Any
+    by_row: Any
+    stats_by_request: Any
+    stats_by_row: Any
+    size: Any  # V
+
+
+class Drafted(NamedTuple):
+    """Drafted tokens, and what belongs to each request, as kernels take them. Strides are in elements."""
+
+    token_ids: Any  # int32 or int64 [B, m] or flat [N]
+    cu_draft_tokens: Any  # [B + 1] prefix sums; None: padded
+    row_map: Any  # [B] slots of the draft's rows; None: those of request b are the b-th
+    bonus_token_ids: Any  # [B], then the target has no bonus rows; None
+    by_request: Any
+    by_column: Any
+
+
+def target_rows(inputs, stats=None) -> Rows:
+    """Of checked `Inputs`. stats: fp32 [B, J, 8] of logits."""
+    flat, rows = inputs.cu_draft_tokens is not None, inputs.target
     # Flat rows of a request start at cu_draft_tokens[request], in the target one further for each bonus row before it.
-    flat_target = flat and inputs.bonus_token_ids is not None
-    strides = (0 if flat_target else target.stride(0), target.stride(0) if flat else target.stride(1))
-    strides += (0, 0) if inputs.draft is None else row_strides(inputs.draft, flat and inputs.row_map is None)
-    return (*strides, *((0, ids.stride(0)) if flat else ids.stride()))
+    by_request = 0 if flat and inputs.bonus_token_ids is not None else rows.stride(0)
+    stats_strides = (0, 0) if stats is None else stats.stride()[:2]
+    return Rows(rows, stats, by_request, rows.stride(0 if flat else 1), *stats_strides, inputs.vocab_size)
+
+
+def draft_rows(inputs, stats=None) -> Rows:
+    """Of checked `Inputs`. stats: of logits; those of `inputs.draft_stats` lie as the rows do, others are [B, m, 8]."""
+    flat = inputs.cu_draft_tokens is not None and inputs.row_map is None
+    strides = (0, 0) if inputs.draft is None else row_strides(inputs.draft, flat)
+    stats_strides = (0, 0) if stats is None else row_strides(stats, flat and inputs.draft_stats is not None)
+    return Rows(inputs.draft, stats, *strides, *stats_strides, inputs.draft_vocab_size)
+
+
+def drafted_tokens(inputs) -> Drafted:
+    """Of checked `Inputs`."""
+    ids, cu = inputs.draft_token_ids, inputs.cu_draft_tokens
+    strides = ids.stride() if cu is None else (0, ids.stride(0))
+    return Drafted(ids, dense(cu), dense(inputs.row_map), dense(inputs.bonus_token_ids), *strides)
 
 
 def is_aligned(rows):

@@ -31,11 +31,21 @@ def _stream(row, at, token, stats):
 
 
 @triton.jit
-def _fixed_weight(q, p, q_n, p_n, strengths, H: tl.constexpr, KIND: tl.constexpr):
-    """Weights of tokens that are not n, in units of 2^-52. strengths: after the tuple of statistics."""
+def _recovery(q, judged, RECOVER: tl.constexpr):
+    """The rule's r of tokens that are not n, at least q times what `judged` says. judged: as in `scan`."""
+    q_n, h_n, least, given = judged
+    r = RECOVER(q, q_n, h_n, *given)
+    if len(least) > 0:
+        r = tl.maximum(r, q * least[0])
+    return r
+
+
+@triton.jit
+def _fixed_weight(q, p, judged, RECOVER: tl.constexpr, KIND: tl.constexpr):
+    """Weights of tokens that are not n, in units of 2^-52."""
     w = q
     if KIND != TARGET:
-        w = H(q, q_n, p_n, False, *strengths)
+        w = _recovery(q, judged, RECOVER)
     if KIND == RESIDUAL:
         w = tl.maximum(w - p, 0.0)
     return (w * ONE).to(tl.int64)
@@ -43,7 +53,7 @@ def _fixed_weight(q, p, q_n, p_n, strengths, H: tl.constexpr, KIND: tl.constexpr
 
 @triton.jit
 def _sums(
-    rows, first, q_end, p_end, q_n, p_n, strengths, H: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
+    rows, first, q_end, p_end, judged, RECOVER: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
     WARPS: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr, VEC: tl.constexpr
 ):  # fmt: skip
     """STEP tokens of each of WARPS chunks, `first` being the first: their sums int64 [WARPS], bad ones int32 [WARPS, LANES]."""
@@ -69,7 +79,7 @@ def _sums(
     if KIND == RESIDUAL:
         if len(p_stats) == 0:
             bad = bad | is_bad(p)
-    weights = _fixed_weight(q, p, q_n, p_n, strengths, H, KIND)
+    weights = _fixed_weight(q, p, judged, RECOVER, KIND)
     if MASKED:
         weights = tl.where(token < q_end - first, weights, 0)  # a rule may give mass to tokens without any
     return tl.sum(tl.sum(tl.sum(weights, 3), 0), 1), tl.sum(tl.sum(bad.to(tl.int32), 3), 0)
@@ -77,15 +87,16 @@ def _sums(
 
 @triton.jit
 def scan(
-    rows, drafted, first, end, V, V_draft, stream, strengths, H: tl.constexpr, KIND: tl.constexpr,
+    rows, drafted, judged, first, end, V, V_draft, stream, RECOVER: tl.constexpr, KIND: tl.constexpr,
     PURPOSE: tl.constexpr, WARPS: tl.constexpr, LANES: tl.constexpr, STEP: tl.constexpr, VEC: tl.constexpr
 ):  # fmt: skip
     """The word of the race between chunks first .. end - 1, at most SPLIT_CHUNKS.
 
-    rows: pointers to the rows, [V] and [V_draft], and for each () or its `load_stats`. drafted: (n, its q and p).
+    rows: pointers to the rows, [V] and [V_draft], and for each () or its `load_stats`. drafted: n, and its entries in them.
+    judged: (q_n, h_n, least, given): `least` holds what recovery multiplies q by at least, or nothing; `given` is what the
+    rule's functions get beside rows, (stat, *strengths).
     """
     n, q_at_n, p_at_n = drafted
-    q_n, p_n = tl.minimum(q_at_n, 1.0), tl.minimum(p_at_n, 1.0)
     q_end = tl.minimum(end * CHUNK, V)
     p_end = q_end
     if KIND == RESIDUAL:
@@ -98,7 +109,7 @@ def scan(
     STEPS: tl.constexpr = CHUNK // STEP
     for t in range(0, full * STEPS):
         token = (first + t // STEPS * WARPS) * CHUNK + (t - t // STEPS * STEPS) * STEP
-        s, b = _sums(rows, token, q_end, p_end, q_n, p_n, strengths, H, KIND, False, WARPS, LANES, STEP, VEC)
+        s, b = _sums(rows, token, q_end, p_end, judged, RECOVER, KIND, False, WARPS, LANES, STEP, VEC)
         sums += tl.where(column == t // STEPS, s[:, None], 0)
         bad += b
     # The tail is masked, which takes registers: shorter steps make up for them.
@@ -107,13 +118,13 @@ def scan(
     TAILS: tl.constexpr = CHUNK // TAIL
     for t in range(full * TAILS, rounds * TAILS):
         token = (first + t // TAILS * WARPS) * CHUNK + (t - t // TAILS * TAILS) * TAIL
-        s, b = _sums(rows, token, q_end, p_end, q_n, p_n, strengths, H, KIND, True, WARPS, LANES, TAIL, TAIL_VEC)
+        s, b = _sums(rows, token, q_end, p_end, judged, RECOVER, KIND, True, WARPS, LANES, TAIL, TAIL_VEC)
         sums += tl.where(column == t // TAILS, s[:, None], 0)
         bad += b
     chunk = first + column * WARPS + tl.arange(0, WARPS)[:, None]
     if KIND != TARGET:
         # The drafted token weighs nothing: what the loop added for it is taken off again, exactly.
-        added = _fixed_weight(q_at_n, p_at_n, q_n, p_n, strengths, H, KIND)
+        added = _fixed_weight(q_at_n, p_at_n, judged, RECOVER, KIND)
         sums -= tl.where(chunk == tl.where(n < V, n // CHUNK, -1), added, 0)
     bad = tl.sum(bad).to(tl.int64)
     word = race(tl.where(chunk < end, sums, 0), chunk, stream, PURPOSE, bad)
@@ -122,14 +133,13 @@ def scan(
 
 @triton.jit
 def chunk_weights(
-    rows, drafted, chunk, q_end, p_end, strengths, H: tl.constexpr, RESIDUE: tl.constexpr
+    rows, n, judged, chunk, q_end, p_end, RECOVER: tl.constexpr, RESIDUE: tl.constexpr
 ):  # fmt: skip
     """fp32 weights of one chunk [CHUNK]. Rows end at q_end and p_end: a p_end of 0 leaves the rest, h without n."""
-    n, q_at_n, p_at_n = drafted
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     q_row, p_row, q_stats, p_stats = rows
     w = load(q_row, token, token, token < q_end, q_stats)
-    w = tl.where(n >= 0, H(w, tl.minimum(q_at_n, 1.0), tl.minimum(p_at_n, 1.0), False, *strengths), w)
+    w = tl.where(n >= 0, _recovery(w, judged, RECOVER), w)
     if RESIDUE == RESIDUAL:
         w -= load(p_row, token, token, token < p_end, p_stats)
     return tl.where((token == n) | (token >= q_end), 0.0, tl.maximum(w, 0.0))

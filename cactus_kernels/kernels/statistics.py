@@ -8,7 +8,7 @@ import triton.language as tl
 
 from .. import definition, rules
 from ..rules import elementary
-from .layout import dense, input_strides, span_of
+from .layout import drafted_tokens, span_of, target_rows
 from .row import is_bad
 
 ONE, CERTAIN_ONE = tl.constexpr(definition.ENTROPY_UNIT), tl.constexpr(definition.CERTAINTY_UNIT)
@@ -19,28 +19,29 @@ _log, _without_log = (rules.bind(f, tl, triton.jit) for f in (elementary.log_of_
 
 
 @triton.jit
-def drafted_row(target, cu_draft_tokens, strides, N, m):
-    """The target row of this program's position: (drafted, pointer, its number among all, its number by the strides)."""
+def drafted_row(target, drafted, N, m):
+    """The target row of this program's position: (whether it is drafted, pointer, its number among all, its row by strides)."""
     request, j = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    start, length, _ = span_of(request, cu_draft_tokens, N, m)
+    start, length, _ = span_of(request, drafted.cu_draft_tokens, N, m)
     row = start + j
-    if cu_draft_tokens is None:
+    if drafted.cu_draft_tokens is None:
         index = row + request * (m + 1)
     else:
         index = row + request
-    return j < length, target + request * strides[0] + row * strides[1], index, row
+    return j < length, target.data + request * target.by_request + row * target.by_row, index, row
 
 
 @triton.jit(do_not_specialize=["N", "m"])
 def entropy_kernel(
     entropy, largest,  # out: fp32 [R] each, or None; the first is the certainty where CERTAINTY
-    target, cu_draft_tokens, strides, N, m, V,  # as in `verify_kernel`
+    target, drafted, N, m,  # as in `verify_kernel`
     scale,  # of the entropy or the certainty
     CERTAINTY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    drafted, row, index, _ = drafted_row(target, cu_draft_tokens, strides, N, m)
+    asked, row, index, _ = drafted_row(target, drafted, N, m)
+    V = target.size
     sums, top, bad = tl.zeros((BLOCK,), tl.int64), tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, tl.where(drafted, V, 0), BLOCK):
+    for start in range(0, tl.where(asked, V, 0), BLOCK):
         token = start + tl.arange(0, BLOCK)
         q = tl.load(row + token, mask=token < V, other=0.0).to(tl.float32)
         bad |= is_bad(q).to(tl.int32)
@@ -57,21 +58,22 @@ def entropy_kernel(
     bad = tl.max(bad, 0) > 0
     if entropy is not None:
         value = tl.sum(sums, 0).to(tl.float32) * (1 / CERTAIN_ONE if CERTAINTY else 1 / ONE) * scale
-        tl.store(entropy + index, tl.where(bad, float("nan"), value), mask=drafted)
+        tl.store(entropy + index, tl.where(bad, float("nan"), value), mask=asked)
     if largest is not None:
-        tl.store(largest + index, tl.where(bad, float("nan"), tl.minimum(tl.max(top, 0), 1.0)), mask=drafted)
+        tl.store(largest + index, tl.where(bad, float("nan"), tl.minimum(tl.max(top, 0), 1.0)), mask=asked)
 
 
 @triton.jit(do_not_specialize=["N", "m", "k"])
 def kth_largest_kernel(
     out,  # fp32 [R]
-    target, cu_draft_tokens, strides, N, m, V,  # as in `verify_kernel`
+    target, drafted, N, m,  # as in `verify_kernel`
     k,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     # Bits of numbers >= 0 are in the order of the numbers: digits of 8 bits, the highest first.
-    drafted, row, index, _ = drafted_row(target, cu_draft_tokens, strides, N, m)
-    end = tl.where(drafted, V, 0)
+    asked, row, index, _ = drafted_row(target, drafted, N, m)
+    V = target.size
+    end = tl.where(asked, V, 0)
     bad = tl.zeros((BLOCK,), tl.int32)
     digit = tl.arange(0, 512)
     prefix, left = k * 0, k
@@ -90,7 +92,7 @@ def kth_largest_kernel(
         left -= tl.sum(tl.where(digit == found, at_least - counts, 0), 0)
         prefix = prefix * 256 + found
     value = tl.minimum(prefix.to(tl.float32, bitcast=True), 1.0)
-    tl.store(out + index, tl.where(tl.max(bad, 0) > 0, float("nan"), value), mask=drafted)
+    tl.store(out + index, tl.where(tl.max(bad, 0) > 0, float("nan"), value), mask=asked)
 
 
 def compute(inputs):
@@ -101,7 +103,7 @@ def compute(inputs):
     shape = len(names), math.prod(target.shape[:-1])
     out = torch.full(shape, float("nan"), dtype=torch.float32, device=target.device)
     N, m, V = inputs.draft_token_ids.numel(), inputs.max_draft_tokens, inputs.vocab_size
-    rows = (target, dense(inputs.cu_draft_tokens), input_strides(inputs)[:2], N, m, V)
+    rows = target_rows(inputs), drafted_tokens(inputs), N, m
     given = dict(zip(names, out, strict=True))
     options = {"BLOCK": BLOCK, "num_warps": 8, "enable_fp_fusion": False}
     with torch.cuda.device_of(target):

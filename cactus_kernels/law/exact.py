@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import pad
 
 from ..definition import CHUNK
-from ..rules import Coupled, resolve_rule
+from ..rules import resolve_rule
 from .by_ratio import ByRatio
 
 CHECKED = 32  # entries at which the form of a rule's recovery is looked at
@@ -114,16 +114,16 @@ class Positions:
         rule = resolve_rule(rule)
         if any(isinstance(s, torch.Tensor) for s in rule.strengths):
             raise ValueError(f"the law is that of one position: give {rule.name} a number, not one strength a request")
-        if isinstance(rule, Coupled):
+        if rule.whole_draft == "coupled":
             return self.q / self.q.sum(-1, keepdim=True), self._coupled()
-        if rule.solved:
-            stat = self._by_ratio.clip(rule.form, *rule.strengths)
+        if rule.solves:
+            stat = self._by_ratio.clip(rule.solves.what, rule.strengths[rule.solves.strength])
         else:
             stat = tuple(self._statistic(name) for name in rule.statistics) or None
         self._check_recovery(rule, stat)
         p, q = self.p, self.q
-        h = rule.h(q, q, p, True, stat, *rule.strengths)
-        r = rule.h(torch.ones_like(q) if rule.subtracts_draft else q, q, p, False, stat, *rule.strengths)
+        h = rule.accept(q, p, stat, *rule.strengths)
+        r = rule.recover(torch.ones_like(q) if rule.subtracts_draft else q, q, h, stat, *rule.strengths)
         accepted = self.drafted * torch.where(p > 0, (h / p).clamp(max=1), 1.0)
         reject = self.drafted - accepted
         recovered = self._from_residual(reject, r) if rule.subtracts_draft else _without(reject, r)
@@ -142,9 +142,10 @@ class Positions:
         some = (p + q).topk(min(CHECKED, len(q)))[1]
         p, q = p[some], q[some]
         stat = stat and tuple(x.view(-1)[0] for x in stat)
+        h = rule.accept(q, p, stat, *rule.strengths)
 
         def r(q_x, shift):
-            return rule.h(q_x, q.roll(shift), p.roll(shift), False, stat, *rule.strengths)
+            return rule.recover(q_x, q.roll(shift), h.roll(shift), stat, *rule.strengths)
 
         expected = q * r(torch.ones_like(q), 1) if rule.subtracts_draft else r(q, 0)
         if not torch.allclose(r(q, 1), expected, rtol=1e-9, atol=1e-12):

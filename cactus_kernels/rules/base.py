@@ -1,66 +1,81 @@
 """What a rule is. See `Rule`.
 
-A body is elementwise, over a module `m` that has the names of `triton.language`: the reference runs it with
-`languages.torch_language`, the kernel with `triton.language` itself. A body may call other functions of that kind.
+The two functions of a rule are elementwise, over a module `m` that has the names of `triton.language`: the host runs them over
+numpy, the law over torch, the kernel with `triton.language` itself. They may call other functions of that kind.
 """
 
 import dis
 import math
+from collections.abc import Callable
 from types import FunctionType
+from typing import Any, NamedTuple
 
 import torch
 
 
+class Solve(NamedTuple):
+    """What b and c of the law clip(p, b q, c q) are solved for.
+
+    what: "cap": c is the strength, b is such that the law sums to 1; "price": c / b is the strength; "kl": KL(q || law) is,
+        in nats. b is the largest fp32 number at which no more is recovered than was rejected.
+    strength: which of the rule's strengths that is.
+    """
+
+    what: str
+    strength: int = 0
+
+
 class Rule:
-    """An acceptance rule: a body `h`, its strengths, and what it reads of the rows. Nothing else of it is looked at.
+    """An acceptance rule: two functions, their strengths, and what they read of the rows. Nothing else of it is looked at.
 
-    The body `h(q, q_n, p_n, is_drafted, stat, *strengths)` is a plain module-level function over `m`:
+    `accept(q_n, p_n, stat, *strengths) -> h_n` judges the drafted token n: it is accepted iff u * p_n < h_n, so with
+    probability min(1, h_n / p_n). `recover(q, q_n, h_n, stat, *strengths) -> r` weighs every other token after a rejection:
+    one is drawn from norm((r - p)+) without n; from norm(r) without n where `subtracts_draft` is False. Both are plain
+    module-level functions over `m`.
 
-        q           target probability of the token asked about, in [0, 1]
+        q           target probability of a token that is not n, in [0, 1]
         q_n, p_n    target and draft probability of the drafted token n, in [0, 1]
-        is_drafted  True: the token asked about is n itself; False: it is another one
-        stat        a tuple of the statistics named in `statistics`, None without any
-
-    Asked about n, it returns h_n: n is accepted iff u * p_n < h_n, so with probability min(1, h_n / p_n). Asked about another
-    token x, it returns r(x): after a rejection the token is drawn from norm((r - p)+) without n; from norm(r) without n where
-    `subtracts_draft` is False.
+        h_n         what n was accepted with: that of `accept`, or less where a budget caps it
+        stat        a tuple: the statistics named in `statistics`, or (b, c) of what `solves` names; None without any
 
     Attributes:
         name: what `resolve_rule` knows it by.
-        statistics: names of row statistics, see `cactus_kernels.row_statistics`.
-        solved: "drafted" or "rejected": which row pairs `cactus_kernels.clip` is solved for before the body sees them; its
-            `stat` is then (b, c). Of the drafted ones, only where u * p_n >= q_n: since c >= 1, the others are accepted, and
-            have b = c = 1. Of the rejected ones b alone is new to the body: h_n must be min(c q_n, 1), as that of `Capped`.
-            None: not solved.
-        form: what the one strength of a rule that is solved means: "cap" is c, "price" is c / b, "kl" is KL(q || P) in nats.
-            "rejected" needs "cap". None: not solved.
+        statistics: names of row statistics, see `cactus_kernels.host.statistics`.
+        solves: what is solved before the functions see a row pair, see `Solve`. A cap is solved where n was rejected only, so
+            `accept` must not read its b. A price and a divergence are solved for drafted tokens with u * p_n >= q_n: since
+            c >= 1, the others are accepted, and have b = c = 1.
+        whole_draft: the name under which `cactus_kernels.backends` knows the verification of a rule that judges a draft as a
+            whole and has neither function; None: token by token.
         lossless: whether what is emitted follows the target whatever the draft, so that nothing of a budget is ever spent.
         keeps_proportions: whether h_n >= min(p_n, q_n), and wherever p_n > q_n, r(x) is q(x) times a number in
             [(1 - h_n) / (1 - q_n), 1]: then a budget for the sequence can be kept.
         subtracts_draft: whether recovery takes the draft's probabilities off.
+        strengths: the rule's strengths in the order its functions take them: numbers or fp32 tensors [B].
     """
 
     name: str
-    h: staticmethod
+    accept: Callable[..., Any]
+    recover: Callable[..., Any]
     statistics: tuple = ()
-    solved: str | None = None
-    form: str | None = None
+    solves: Solve | None = None
+    whole_draft: str | None = None
     lossless: bool = False
     keeps_proportions: bool = False
     subtracts_draft: bool = True
+    strengths: tuple = ()
 
     @property
-    def strengths(self) -> tuple:
-        """The rule's strengths in the order its body takes them: floats (fp32 values) or fp32 tensors [B]."""
-        return ()
+    def reads_rows(self) -> bool:
+        """Whether whole rows are read before a drafted token is judged, or before the rejected row is drawn from."""
+        return bool(self.statistics or self.solves or self.whole_draft)
 
 
-def bind(body, language, wrap=lambda function: function):
-    """The body of a rule with `m` meaning `language`, and `wrap` applied to it and to every function that it calls."""
-    names = {i.argval for i in dis.get_instructions(body) if i.opname == "LOAD_GLOBAL"}
-    functions = {name: body.__globals__.get(name) for name in names}
+def bind(function, language, wrap=lambda bound: bound):
+    """A function of a rule with `m` meaning `language`, and `wrap` applied to it and to every function that it calls."""
+    names = {i.argval for i in dis.get_instructions(function) if i.opname == "LOAD_GLOBAL"}
+    functions = {name: function.__globals__.get(name) for name in names}
     called = {name: bind(f, language, wrap) for name, f in functions.items() if isinstance(f, FunctionType)}
-    return wrap(FunctionType(body.__code__, {**body.__globals__, **called, "m": language}, body.__name__))
+    return wrap(FunctionType(function.__code__, {**function.__globals__, **called, "m": language}, function.__name__))
 
 
 def check_strength(name, value, least=0.0, most=math.inf, meaning=""):
@@ -83,7 +98,7 @@ def check_strength(name, value, least=0.0, most=math.inf, meaning=""):
 
 
 def as_strength(value):
-    """A strength as bodies take it: an fp32 value or an fp32 tensor [B]."""
+    """A strength as the functions of a rule take it: an fp32 value or an fp32 tensor [B]."""
     return value.float() if isinstance(value, torch.Tensor) else fp32(value)
 
 

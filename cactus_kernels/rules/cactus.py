@@ -7,17 +7,25 @@ import torch
 from .base import Rule, as_strength, check_strength
 from .elementary import log, log_ratio
 from .languages import torch_language as m
+from .registry import register
 
 
-def sps_h(q, q_n, p_n, is_drafted, stat):
+def sps_accept(q_n, p_n, stat):
+    return q_n
+
+
+def sps_recover(q, q_n, h_n, stat):
     return q
 
 
-def raised(q, q_n, is_drafted, h_n):
-    """h with h_n at n and q's proportions elsewhere."""
-    # q_n = 1 gives h_n = 1 and a scale of 0, not 0/0. The scale multiplies q as a whole: where h_n = q_n it is exactly 1.
-    scale = m.div_rn(1.0 - h_n, m.where(q_n < 1.0, 1.0 - q_n, 1.0))
-    return m.where(is_drafted, h_n, q * scale)
+def room(q_n, h_n):
+    """What the other tokens of q are multiplied by, to make room for h_n at n: (1 - h_n) / (1 - q_n)."""
+    # q_n = 1 gives h_n = 1 and 0, not 0/0.
+    return m.div_rn(1.0 - h_n, m.where(q_n < 1.0, 1.0 - q_n, 1.0))
+
+
+def proportional_recover(q, q_n, h_n, stat, delta):
+    return q * room(q_n, h_n)  # q is multiplied as a whole: where h_n = q_n it stays q, bit for bit
 
 
 def taylor(q_n, delta):
@@ -25,8 +33,8 @@ def taylor(q_n, delta):
     return m.minimum(q_n + m.sqrt_rn(2.0 * q_n * (1.0 - q_n) * delta), 1.0)
 
 
-def cactus_h(q, q_n, p_n, is_drafted, stat, delta):
-    return raised(q, q_n, is_drafted, taylor(q_n, delta))
+def cactus_accept(q_n, p_n, stat, delta):
+    return taylor(q_n, delta)
 
 
 def kl_root(q_n, delta):
@@ -50,16 +58,12 @@ def kl_root(q_n, delta):
     return m.where(q_n > 0.0, x, 0.0)  # last, since `log` of 0 is finite
 
 
-def cactus_kl_h(q, q_n, p_n, is_drafted, stat, delta):
-    return raised(q, q_n, is_drafted, kl_root(q_n, delta))
+def kl_accept(q_n, p_n, stat, delta):
+    return kl_root(q_n, delta)
 
 
-def certain_h(q, q_n, p_n, is_drafted, stat, delta):
-    return raised(q, q_n, is_drafted, taylor(q_n, delta * m.minimum(stat[0], 1.0)))
-
-
-def uncertain_h(q, q_n, p_n, is_drafted, stat, delta):
-    return raised(q, q_n, is_drafted, taylor(q_n, delta * m.minimum(stat[0], 1.0)))
+def adaptive_accept(q_n, p_n, stat, delta):
+    return taylor(q_n, delta * m.minimum(stat[0], 1.0))
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,8 @@ class SpS(Rule):
     name = "sps"
     lossless = True
     keeps_proportions = True
-    h = staticmethod(sps_h)
+    accept = staticmethod(sps_accept)
+    recover = staticmethod(sps_recover)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +112,7 @@ class Cactus(Rule):
     divergence: str = "taylor"
 
     keeps_proportions = True
+    recover = staticmethod(proportional_recover)
 
     def __post_init__(self):
         check_strength("delta", self.delta, meaning=" (0 is SpS)")
@@ -118,8 +124,8 @@ class Cactus(Rule):
         return "cactus" if self.divergence == "taylor" else "cactus-kl"
 
     @property
-    def h(self):
-        return cactus_h if self.divergence == "taylor" else cactus_kl_h
+    def accept(self):
+        return cactus_accept if self.divergence == "taylor" else kl_accept
 
     @property
     def strengths(self) -> tuple:
@@ -146,6 +152,8 @@ class AdaptiveCactus(Rule):
     spend: str = "certain"
 
     keeps_proportions = True
+    accept = staticmethod(adaptive_accept)
+    recover = staticmethod(proportional_recover)
 
     def __post_init__(self):
         check_strength("delta", self.delta, meaning=" (0 is SpS)")
@@ -161,9 +169,14 @@ class AdaptiveCactus(Rule):
         return "adaptive" if self.spend == "certain" else "adaptive-uncertain"
 
     @property
-    def h(self):
-        return certain_h if self.spend == "certain" else uncertain_h
-
-    @property
     def strengths(self) -> tuple:
         return (as_strength(self.delta),)
+
+
+DELTAS = (1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.25, 0.5, 1.0)
+ODD_DELTAS = {"delta": (0.0, 1e-30, 1e-3, 0.05, 0.5, 1.0, 30.0, 3e38)}
+register("sps", SpS)
+register("cactus", Cactus, DELTAS, ODD_DELTAS)
+register("cactus-kl", lambda delta=1.0: Cactus(delta, "kl"), DELTAS, ODD_DELTAS)
+register("adaptive", AdaptiveCactus, DELTAS, ODD_DELTAS)
+register("adaptive-uncertain", lambda delta=1.0: AdaptiveCactus(delta, "uncertain"), DELTAS, ODD_DELTAS)

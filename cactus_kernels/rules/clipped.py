@@ -4,18 +4,23 @@ from dataclasses import dataclass
 
 import torch
 
-from .base import Rule, as_strength, check_strength
+from .base import Rule, Solve, as_strength, check_strength
 from .languages import torch_language as m
+from .registry import register
 
 
-def interpolation_h(q, q_n, p_n, is_drafted, stat, weight):
+def target_recover(q, q_n, h_n, stat, strength):
+    return q
+
+
+def interpolation_accept(q_n, p_n, stat, weight):
     # (h - p)+ = weight (q - p)+: the token is drawn from (q - p)+.
     w = m.minimum(weight, 1.0)
-    return m.where(is_drafted, w * q_n + (1.0 - w) * p_n, q)
+    return w * q_n + (1.0 - w) * p_n
 
 
-def capped_h(q, q_n, p_n, is_drafted, stat, cap):
-    return m.where(is_drafted, m.minimum(q_n * m.maximum(cap, 1.0), 1.0), q)
+def capped_accept(q_n, p_n, stat, cap):
+    return m.minimum(q_n * m.maximum(cap, 1.0), 1.0)
 
 
 def multiple(q_n, c):
@@ -23,12 +28,16 @@ def multiple(q_n, c):
     return m.where(q_n >= 1.1754943508222875e-38, m.minimum(q_n * c, 1.0), 0.0)
 
 
-def optimal_cap_h(q, q_n, p_n, is_drafted, stat, cap):
-    return m.where(is_drafted, multiple(q_n, m.maximum(cap, 1.0)), q * stat[0])
+def optimal_cap_accept(q_n, p_n, stat, cap):
+    return multiple(q_n, m.maximum(cap, 1.0))
 
 
-def optimal_price_h(q, q_n, p_n, is_drafted, stat, price):
-    return m.where(is_drafted, multiple(q_n, stat[1]), q * stat[0])
+def solved_accept(q_n, p_n, stat, strength):
+    return multiple(q_n, stat[1])
+
+
+def solved_recover(q, q_n, h_n, stat, strength):
+    return q * stat[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +62,8 @@ class Interpolation(Rule):
 
     name = "interpolation"
     keeps_proportions = True
-    h = staticmethod(interpolation_h)
+    accept = staticmethod(interpolation_accept)
+    recover = staticmethod(target_recover)
 
     def __post_init__(self):
         check_strength("weight", self.weight, most=1.0)
@@ -85,7 +95,8 @@ class Capped(Rule):
 
     name = "capped"
     keeps_proportions = True
-    h = staticmethod(capped_h)
+    accept = staticmethod(capped_accept)
+    recover = staticmethod(target_recover)
 
     def __post_init__(self):
         check_strength("cap", self.cap, least=1.0, meaning=" (1 is SpS)")
@@ -128,27 +139,24 @@ class Optimal(Rule):
     cap: float | torch.Tensor | None = None
     price: float | torch.Tensor | None = None
 
+    recover = staticmethod(solved_recover)
+
     def __post_init__(self):
         if (self.cap is None) == (self.price is None):
             raise ValueError("Optimal takes one of cap=c and price=k")
         check_strength(*(("cap", self.cap) if self.price is None else ("price", self.price)), least=1.0)
 
     @property
-    def form(self) -> str:
-        """The one of "cap" and "price" that is given."""
-        return "cap" if self.price is None else "price"
+    def solves(self) -> Solve:
+        return Solve("cap" if self.price is None else "price")
 
     @property
     def name(self) -> str:
-        return f"optimal-{self.form}"
+        return f"optimal-{self.solves.what}"
 
     @property
-    def h(self):
-        return optimal_cap_h if self.price is None else optimal_price_h
-
-    @property
-    def solved(self) -> str:
-        return "rejected" if self.price is None else "drafted"
+    def accept(self):
+        return optimal_cap_accept if self.price is None else solved_accept
 
     @property
     def strengths(self) -> tuple:
@@ -177,9 +185,9 @@ class Mentored(Rule):
     kl: float | torch.Tensor = 0.1
 
     name = "mentored"
-    form = "kl"
-    solved = "drafted"
-    h = staticmethod(optimal_price_h)
+    solves = Solve("kl")
+    accept = staticmethod(solved_accept)
+    recover = staticmethod(solved_recover)
 
     def __post_init__(self):
         check_strength("kl", self.kl, meaning=" (0 is SpS)")
@@ -187,3 +195,15 @@ class Mentored(Rule):
     @property
     def strengths(self) -> tuple:
         return (as_strength(self.kl),)
+
+
+CAPS = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
+PRICES = (1.05, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 14.0, 20.0, 50.0)
+ODD_CAPS = (1.0, 1.0000001, 1.5, 4.0, 3e38)
+WEIGHTS = (0.95, 0.85, 0.7, 0.5, 0.35, 0.2, 0.1)
+register("capped", Capped, CAPS, {"cap": ODD_CAPS})
+register("lenience", Lenience)
+register("optimal-cap", lambda cap=2.0: Optimal(cap=cap), CAPS, {"cap": ODD_CAPS})
+register("optimal-price", lambda price=2.0: Optimal(price=price), PRICES, {"price": (1.0, 1.0000001, 1.5, 4.0, 1e30)})
+register("mentored", Mentored, (0.003, 0.01, 0.03, 0.1, 0.2, 0.4, 0.8), {"kl": (0.0, 1e-6, 0.05, 1.0, 30.0)})
+register("interpolation", Interpolation, WEIGHTS, {"weight": (0.0, 1e-30, 0.3, 0.9, 1.0)})

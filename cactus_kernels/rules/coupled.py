@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from .base import Rule
+from .registry import register
 
 
 @dataclass(frozen=True)
@@ -21,4 +22,8 @@ class Coupled(Rule):
     """
 
     name = "coupled"
+    whole_draft = "coupled"
     lossless = True
+
+
+register("coupled", Coupled)

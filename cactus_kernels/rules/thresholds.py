@@ -8,21 +8,27 @@ import torch
 from .base import Rule, as_strength, check_strength
 from .elementary import exp
 from .languages import torch_language as m
+from .registry import register
 
 
-def typical_h(q, q_n, p_n, is_drafted, stat, epsilon, alpha):
+def typical_accept(q_n, p_n, stat, epsilon, alpha):
     entropy, largest = stat
     threshold = m.minimum(exp(-entropy) * m.minimum(alpha, 1.0), epsilon)
     # The largest probability is at least e^-H: without rounding, the second condition adds a row of equal ones alone.
     accepted = (q_n > threshold) | (q_n >= largest)
-    h_n = m.where(accepted, m.where(q_n > 0.0, 1.0, 0.0), 0.0)
-    return m.where(is_drafted, h_n, m.where(q >= largest, q, 0.0))
+    return m.where(accepted, m.where(q_n > 0.0, 1.0, 0.0), 0.0)
 
 
-def top_k_h(q, q_n, p_n, is_drafted, stat, k):
-    cutoff = stat[0]
-    h_n = m.where(q_n >= cutoff, m.where(q_n > 0.0, 1.0, 0.0), 0.0)
-    return m.where(is_drafted, h_n, m.where(q >= cutoff, q, 0.0))
+def typical_recover(q, q_n, h_n, stat, epsilon, alpha):
+    return m.where(q >= stat[1], q, 0.0)
+
+
+def top_k_accept(q_n, p_n, stat, k):
+    return m.where(q_n >= stat[0], m.where(q_n > 0.0, 1.0, 0.0), 0.0)
+
+
+def top_k_recover(q, q_n, h_n, stat, k):
+    return m.where(q >= stat[0], q, 0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +57,8 @@ class Typical(Rule):
     alpha: float | torch.Tensor | None = None
 
     name = "typical"
-    h = staticmethod(typical_h)
+    accept = staticmethod(typical_accept)
+    recover = staticmethod(typical_recover)
     statistics = ("entropy", "largest")
     subtracts_draft = False
 
@@ -87,7 +94,8 @@ class TopK(Rule):
     k: int = 10
 
     name = "top-k"
-    h = staticmethod(top_k_h)
+    accept = staticmethod(top_k_accept)
+    recover = staticmethod(top_k_recover)
     subtracts_draft = False
 
     @property
@@ -103,3 +111,12 @@ class TopK(Rule):
     @property
     def strengths(self) -> tuple:
         return (as_strength(self.k),)
+
+
+def _top_k(k=10):
+    return TopK(int(k) if isinstance(k, float) and k.is_integer() else k)  # as a strength, it comes as a float
+
+
+ODD_THRESHOLDS = {"epsilon": (0.0, 1e-6, 0.09, 0.5, 0.9, 1.0), "alpha": (None, None, 0.0, 0.3, 0.99, 1.0)}
+register("typical", Typical, (0.5, 0.3, 0.2, 0.09, 0.03, 0.01, 0.001), ODD_THRESHOLDS)
+register("top-k", _top_k, (1, 2, 3, 5, 10, 20, 50), {"k": (1, 2, 3, 10, 1000, 5000)})

@@ -1,4 +1,4 @@
-"""A rule of one's own, checked: its body makes sense, and the backends agree on it."""
+"""A rule of one's own, checked: its functions make sense, and the backends agree on it."""
 
 import inspect
 from types import FunctionType
@@ -12,7 +12,7 @@ from .parity import Place, best_backend, difference
 
 
 def check_rule(rule: Rule, *, distribution: bool = True, cases: int = 20, second: Place | None = None) -> bool:
-    """Check a rule of one's own: its body makes sense, and both backends give the same tokens, bit for bit.
+    """Check a rule of one's own: its functions make sense, and both backends give the same tokens, bit for bit.
 
     What a GPU refuses, such as a method of arrays, and what it computes otherwise, such as a plain division, shows on a GPU or
     in the interpreter alone.
@@ -29,8 +29,8 @@ def check_rule(rule: Rule, *, distribution: bool = True, cases: int = 20, second
         Whether the backends were compared.
 
     Raises:
-        TypeError: not a `Rule`, one without a name, strengths that are tensors, or a body that is no module-level function of
-            (q, q_n, p_n, is_drafted, stat, *strengths).
+        TypeError: not a `Rule`, one without a name, strengths that are tensors, or functions that are no module-level ones of
+            (q_n, p_n, stat, *strengths) and (q, q_n, h_n, stat, *strengths).
         ValueError: what is wrong, with the values that show it.
     """
     if not isinstance(rule, Rule):
@@ -40,7 +40,7 @@ def check_rule(rule: Rule, *, distribution: bool = True, cases: int = 20, second
     if not isinstance(getattr(rule, "name", None), str):
         raise TypeError(f"{type(rule).__name__} must have a name, a str")
     _check_signature(rule)
-    if rule.solved is None:
+    if rule.solves is None:
         _check_body(rule, distribution)
     if second is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -56,14 +56,15 @@ def check_rule(rule: Rule, *, distribution: bool = True, cases: int = 20, second
 
 
 def _check_signature(rule: Rule) -> None:
-    h, count = getattr(rule, "h", None), 5 + len(rule.strengths)
-    if not isinstance(h, FunctionType) or h.__name__ == "<lambda>":
-        raise TypeError(f"{rule.name}.h must be staticmethod(a function defined by def), got {h!r}")
-    if h.__code__.co_argcount != count:
-        raise TypeError(
-            f"{rule.name}.h must take (q, q_n, p_n, is_drafted, stat, *strengths), {count} arguments with its "
-            f"{len(rule.strengths)} strengths, got {inspect.signature(h)}"
-        )
+    for name, takes in (("accept", "q_n, p_n, stat"), ("recover", "q, q_n, h_n, stat")):
+        function, count = getattr(rule, name, None), len(takes.split(",")) + len(rule.strengths)
+        if not isinstance(function, FunctionType) or function.__name__ == "<lambda>":
+            raise TypeError(f"{rule.name}.{name} must be staticmethod(a function defined by def), got {function!r}")
+        if function.__code__.co_argcount != count:
+            raise TypeError(
+                f"{rule.name}.{name} must take ({takes}, *strengths), {count} arguments with its "
+                f"{len(rule.strengths)} strengths, got {inspect.signature(function)}"
+            )
 
 
 def _check_body(rule: Rule, distribution: bool) -> None:
@@ -74,8 +75,8 @@ def _check_body(rule: Rule, distribution: bool) -> None:
         stat = tuple(statistics.of_rows(name, q)[:, None] for name in rule.statistics) or None
         for n in range(V):
             q_n, p_n = q[:, n, None], p[:, n, None]
-            h_n = rule.h(q_n, q_n, p_n, True, stat, *rule.strengths)
-            r = rule.h(q, q_n, p_n, False, stat, *rule.strengths)
+            h_n = rule.accept(q_n, p_n, stat, *rule.strengths)
+            r = rule.recover(q, q_n, h_n, stat, *rule.strengths)
             rest = r.sum(1, keepdim=True) - r[:, n, None]
             wrong = {
                 "h_n must be in [0, 1]": ~((h_n >= 0) & (h_n <= 1)),

@@ -14,20 +14,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 from .. import law
 from ..decoding.cache.support import max_positions
-from ..rules import (
-    AdaptiveCactus,
-    Cactus,
-    Capped,
-    Coupled,
-    Interpolation,
-    Mentored,
-    Optimal,
-    Rule,
-    SpS,
-    TopK,
-    Typical,
-    given,
-)
+from ..rules import RULES, Rule, SpS, given
 from .pair import ASSETS, Model, ModelPair
 from .runs import RunSettings, run_plain
 
@@ -38,26 +25,9 @@ PROMPT_TOKENS, SELF_GENERATED_TOKENS = 8, 128  # of each document, where the tar
 MEANS = ("acceptance", "kl", "kl_reverse", "total_variation", "chi_square")  # of what `_figures` gives of a rule
 WEIGHTS = [1 - (1 - i / 16) ** 2 for i in range(17)]  # of the interpolations: p at 0, q at 1
 
-DELTAS = (1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.25, 0.5, 1.0)
-CAPS = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
-PRICES = (1.05, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, 14.0, 20.0, 50.0)
 Curves = Mapping[str, Sequence[Rule]]
-# A curve for each rule, over its strengths.
-CURVES: Curves = {
-    "sps": [SpS()],
-    "coupled": [Coupled()],
-    "cactus": [Cactus(x) for x in DELTAS],
-    "cactus, kl": [Cactus(x, divergence="kl") for x in DELTAS],
-    "adaptive, certain": [AdaptiveCactus(x) for x in DELTAS],
-    "adaptive, uncertain": [AdaptiveCactus(x, spend="uncertain") for x in DELTAS],
-    "capped": [Capped(x) for x in CAPS],
-    "optimal, cap": [Optimal(cap=x) for x in CAPS],
-    "optimal, price": [Optimal(price=x) for x in PRICES],
-    "mentored": [Mentored(x) for x in (0.003, 0.01, 0.03, 0.1, 0.2, 0.4, 0.8)],
-    "interpolation": [Interpolation(x) for x in (0.95, 0.85, 0.7, 0.5, 0.35, 0.2, 0.1)],
-    "typical": [Typical(x) for x in (0.5, 0.3, 0.2, 0.09, 0.03, 0.01, 0.001)],
-    "top-k": [TopK(x) for x in (1, 2, 3, 5, 10, 20, 50)],
-}
+# A curve for each rule by name, over the strengths that its file gives.
+CURVES: Curves = {name: rule.measured for name, rule in RULES.items() if rule.measured}
 
 
 class Chunk(NamedTuple):

@@ -14,7 +14,7 @@ from ..decoding.keywords import NUM_ASSISTANT_TOKENS
 from ..decoding.outputs import TextStream
 from ..decoding.stats import GenerationStats
 from ..definition import MAX_DRAFT_TOKENS
-from ..rules import Rule, SpS, given, rebuild, resolve_rule, strength_name
+from ..rules import RULES, Rule, SpS, given, rebuild, resolve_rule
 from .pair import ModelPair
 
 DEFAULT_PROMPT = "Question: Maria has 5 boxes of pencils."
@@ -157,7 +157,7 @@ def make_rule(name: str, strength: float | None = None, delta: float | None = No
         return rule
     if strength is not None and delta is not None:
         raise ValueError("--strength and --delta are both given: leave one out")
-    called, option = strength_name(name), "--strength" if delta is None else "--delta"
+    called, option = RULES[name].strength, "--strength" if delta is None else "--delta"
     if called is None:
         raise ValueError(f"rule {name} has no strength: leave out {option}")
     if delta is not None and called != "delta":

@@ -664,7 +664,11 @@ class Nothing(Rule):
     name = "nothing"
 
     @staticmethod
-    def h(q, q_n, p_n, is_drafted, stat):
+    def accept(q_n, p_n, stat):
+        return q_n * 0.0
+
+    @staticmethod
+    def recover(q, q_n, h_n, stat):
         return q * 0.0
 
 

@@ -9,19 +9,19 @@ from cactus_kernels.testing import rule as rule_check
 from cactus_kernels.testing.rule import check_rule
 
 
-def too_much_h(q, q_n, p_n, is_drafted, stat):
-    return m.where(is_drafted, m.minimum(2.0 * q_n, 1.0), q)
+def too_much(q_n, p_n, stat):
+    return m.minimum(2.0 * q_n, 1.0)
 
 
-def negative_h(q, q_n, p_n, is_drafted, stat):
-    return q - 0.01
+def negative(q_n, p_n, stat):
+    return q_n - 0.01
 
 
 class Own(Rule):
     name = "own"
 
-    def __init__(self, h):
-        self.h = h
+    def __init__(self, accept=SpS.accept, recover=SpS.recover):
+        self.accept, self.recover = accept, recover
 
 
 def test_check_rule(monkeypatch):
@@ -32,23 +32,24 @@ def test_check_rule(monkeypatch):
         check_rule(rule, cases=1)
     for rule in (Capped(2.0), Interpolation(0.3), Typical(0.2), TopK(3), Optimal(cap=1.5)):
         check_rule(rule, distribution=False, cases=1)
-    check_rule(Own(too_much_h), distribution=False, cases=0)
+    check_rule(Own(too_much), distribution=False, cases=0)
     with pytest.raises(ValueError, match="must sum to 1"):
-        check_rule(Own(too_much_h))
+        check_rule(Own(too_much))
     with pytest.raises(ValueError, match="h_n must be in"):
-        check_rule(Own(negative_h))
+        check_rule(Own(negative))
     with pytest.raises(TypeError, match="floats"):
         check_rule(Cactus(torch.ones(2)))
     with pytest.raises(TypeError, match="must be a Rule"):
         check_rule("sps")
-    for h, says in (
-        (lambda *x: x[0], "by def"),
-        (None, "by def"),
-        (Cactus(0.3).h, "5 arguments with its 0 strengths"),
+    for own, says in (
+        (Own(accept=lambda *x: x[0]), "own.accept must be .* by def"),
+        (Own(recover=None), "own.recover must be .* by def"),
+        (Own(accept=Cactus(0.3).accept), "3 arguments with its 0 strengths"),
+        (Own(recover=Cactus(0.3).recover), "4 arguments with its 0 strengths"),
     ):
         with pytest.raises(TypeError, match=says):
-            check_rule(Own(h))
-    nameless = Own(negative_h)
+            check_rule(own)
+    nameless = Own(negative)
     nameless.name = None
     with pytest.raises(TypeError, match="name"):
         check_rule(nameless)

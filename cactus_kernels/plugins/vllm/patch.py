@@ -15,7 +15,6 @@ from ...definition import MAX_DRAFT_TOKENS
 from .verifier import Verifier
 
 KEY = "cactus"  # of vLLM's additional_config
-RULES = ("sps", "cactus", "cactus-kl", "capped", "lenience", "interpolation")  # those that read one row pair alone
 # Releases of vLLM whose tensors mean what `Verifier` takes them for; names do not tell.
 OLDEST, NEWEST = (0, 28), (0, 33)
 ADVICE = "use a release that docs/vllm.md names"
@@ -111,14 +110,13 @@ def parse_rule(settings):
     if not isinstance(settings, dict):
         raise TypeError(f'{KEY} must be an object such as {{"rule": "cactus", "delta": 1.0}}, got {settings!r}')
     name, strengths = settings.get("rule", "cactus"), {k: v for k, v in settings.items() if k != "rule"}
-    if name not in RULES:
-        raise ValueError(f"{KEY}: vLLM's drafts are verified by one of the rules {', '.join(RULES)}, got {name!r}")
-    known = [k for k in inspect.signature(rules.RULES[name]).parameters if k != "divergence"]
-    if not strengths.keys() <= set(known):
-        raise ValueError(
-            f"{KEY}: the rule {name} takes {known[0] if known else 'no strength'}, got {', '.join(strengths)}"
-        )
-    return rules.RULES[name](**strengths)
+    known = {name: rule for name, rule in rules.RULES.items() if not rule.default.reads_rows}
+    if name not in known:
+        raise ValueError(f"{KEY}: vLLM's drafts are verified by one of the rules {', '.join(known)}, got {name!r}")
+    strength = known[name].strength
+    if not strengths.keys() <= {strength}:
+        raise ValueError(f"{KEY}: the rule {name} takes {strength or 'no strength'}, got {', '.join(strengths)}")
+    return known[name].make(**strengths)
 
 
 def replace(place, verifier):
