@@ -1,8 +1,8 @@
 """The kernels on a device against the torch reference on the host and against plain accounts: the cases of gpu_check.
 
 From probabilities every bit must be the same (`cactus_kernels.testing.parity`). From logits every decision must be that of a
-float64 account, near-ties excepted (tests/logit_cases.py). Most of the time goes into compiling: nearly every case is another
-specialisation of a kernel. So cases are shared out among processes.
+float64 account, near-ties excepted (tests/support/logit_cases.py). Most of the time goes into compiling: nearly every case is
+another specialisation of a kernel. So cases are shared out among processes.
 """
 
 import multiprocessing
@@ -21,7 +21,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from logit_cases import (  # noqa: E402 (where it is found is said above)
+from support.logit_cases import (  # noqa: E402 (where it is found is said above)
     account,
     difference_of_a_draw,
     difference_of_statistics,

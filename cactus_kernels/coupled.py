@@ -34,9 +34,8 @@ def verify(inputs, out, draw):
         index = (start + request + j).clamp(max=len(rows) - 1)
         padded = torch.nn.functional.pad(ids, (0, 1), value=-1)
         ids = padded[(start + j).clamp(max=len(ids))].masked_fill(j >= length, -1)
-        # Of a row that two requests with bad prefix sums share, either may be noted: both are invalid.
         of_row, position = (torch.zeros(len(rows), dtype=torch.int64, device=device) for _ in range(2))
-        mine = j <= length
+        mine = (j <= length) & ~disorder  # a request that is invalid notes nothing in the rows of others
         of_row[index[mine]], position[index[mine]] = request.expand_as(index)[mine], j.expand_as(index)[mine]
 
     # 2. A draw in every row, with the words of its position.

@@ -2,11 +2,11 @@
 float64 account of every decision, near-ties excepted (tests/logit_cases.py).
 """
 
-import exact
 import numpy as np
 import pytest
 import torch
-from logit_cases import (
+from support import exact
+from support.logit_cases import (
     difference_of_a_draw,
     difference_of_statistics,
     differences_of_a_batch,
@@ -15,8 +15,8 @@ from logit_cases import (
     probs_of,
     warped,
 )
-from rule_laws import LAWS as RULE_LAWS
-from rule_laws import draws_of
+from support.rule_laws import LAWS as RULE_LAWS
+from support.rule_laws import draws_of
 
 from cactus_kernels import (
     Cactus,

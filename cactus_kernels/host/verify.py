@@ -32,6 +32,7 @@ def verify(inputs, out, scratch=None):
     rejected = np.flatnonzero(valid & (n >= 0))
     if solves_rejected(inputs.rule) and len(rejected):
         positions.solve(rejected, stop[rejected])
+        valid[rejected] &= ~np.isnan(positions.stat[:, rejected, stop[rejected]]).any(0)
 
     # The weights of the one row pair that a token is drawn from, summed chunk by chunk, and the race.
     def draw(kind, r):

@@ -1,9 +1,9 @@
 """The loop over transformers of many families: greedy tokens of plain `generate`, and the law of sampled ones."""
 
-import exact
 import numpy as np
 import pytest
 import torch
+from support import exact
 from support.decoding import noisy, outputs, p_value, plain, random_prompts, run
 from support.models import FAMILIES, build
 

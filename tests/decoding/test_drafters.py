@@ -2,9 +2,9 @@
 
 from functools import cache
 
-import exact
 import numpy as np
 import pytest
+from support import exact
 
 pytest.importorskip("transformers")
 

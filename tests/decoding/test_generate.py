@@ -4,10 +4,9 @@ import copy
 import time
 from functools import cache
 
-import exact
 import numpy as np
 import pytest
-from support import flash
+from support import exact, flash
 
 pytest.importorskip("transformers")
 

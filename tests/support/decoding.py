@@ -3,12 +3,12 @@
 import copy
 import functools
 
-import exact
 import numpy as np
 import torch
 from transformers import LogitsProcessor, StoppingCriteria
 
 from cactus_kernels import speculative_generate
+from support import exact
 from support.models import TableModel, table_pair
 
 ROWS = 12_000

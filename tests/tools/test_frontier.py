@@ -4,14 +4,14 @@ import json
 import math
 from pathlib import Path
 
-import exact
 import numpy as np
 import pytest
+from support import exact
 
 pytest.importorskip("transformers")
 
 import torch
-from test_law_optimal import assert_no_less_than_least
+from support.laws import assert_no_less_than_least
 
 from cactus_kernels import law
 from cactus_kernels.rules import (

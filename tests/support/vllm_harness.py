@@ -5,12 +5,17 @@ that `as_plugin` writes.
 """
 
 import functools
+import gc
 import importlib.metadata
 import os
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
+
+K = 4  # drafted tokens a step
+PROMPTS = [[1, 2, 3, i] for i in range(48)]
 
 NAN_TEMPERATURE = 0.123  # a request with this temperature has NaN logits
 
@@ -175,3 +180,44 @@ def engine(target, speculative=None, cactus=None, **settings):
         enforce_eager=True, max_model_len=1024, max_num_seqs=64, dtype="float32", seed=0, disable_log_stats=False,
         enable_prefix_caching=False, **settings,
     )  # fmt: skip
+
+
+def drafts(model, num_speculative_tokens=K):
+    return {
+        "method": "draft_model", "model": model, "num_speculative_tokens": num_speculative_tokens,
+        "draft_sample_method": "probabilistic",
+    }  # fmt: skip
+
+
+class Engine:
+    """An engine in this process; `with` ends it."""
+
+    def __init__(self, *args, **kwargs):
+        self.llm = engine(*args, **kwargs)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        del self.llm
+        gc.collect()
+
+    def call(self, method, *args):
+        (answer,) = self.llm.collective_rpc(method, args=args)
+        return answer
+
+    def counters(self):
+        found = {x.name: getattr(x, "value", 0) for x in self.llm.get_metrics()}
+        names = "num_drafts", "num_draft_tokens", "num_accepted_tokens"
+        return np.array([found.get(f"vllm:spec_decode_{name}", 0) for name in names])
+
+    def generate(self, max_tokens=40, prompts=PROMPTS, each=None, **params):
+        """The tokens of each text, and the counters of drafts, drafted and accepted tokens. each: parameters of each text."""
+        from vllm import SamplingParams
+
+        params = {"max_tokens": max_tokens, "ignore_eos": True, "detokenize": False, **params}
+        params = [SamplingParams(**params, **own) for own in each or [{}] * len(prompts)]
+        torch.manual_seed(1)  # drafts are drawn from torch's own generator
+        before = self.counters()
+        outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+        return [list(o.outputs[0].token_ids) for o in outputs], self.counters() - before

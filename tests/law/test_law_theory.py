@@ -1,10 +1,11 @@
 """The statements of docs/law.md that need more than one law: worst cases of delta, optimality, a budget for a sequence."""
 
-import exact
 import numpy as np
 import pytest
 import torch
 from scipy.optimize import differential_evolution
+from support import exact
+from support.laws import sequence_law
 
 from cactus_kernels import GenerationStats, law
 from cactus_kernels.rules import Cactus, Interpolation, Rule, SpS, m
@@ -190,50 +191,6 @@ def test_a_budget_asks_of_every_token_that_a_cap_may_reject():
 
 
 # -- a budget for a whole sequence
-
-
-def spend(p, q, delta, left):
-    """Cactus with h_n capped at q_n e^left: the mass of each token accepted and recovered, and what its acceptance spends."""
-    V = len(q)
-    accepted, recovered, uncapped = np.zeros(V), np.zeros(V), np.zeros(V)
-    for n in np.flatnonzero(p):
-        gamma = exact.verified_against(q, n, delta)[n]
-        h_n = min(gamma, q[n] * np.exp(left))
-        accepted[n] = min(p[n], h_n)
-        if q[n] > 0:
-            uncapped[n] = max(0, np.log(min(p[n], gamma) / q[n]))
-        if p[n] - accepted[n] > 1e-15:
-            residual = np.maximum((q * (1 - h_n) / (1 - q[n]) if q[n] < 1 else 0 * q) - p, 0)
-            residual[n] = 0
-            recovered += (p[n] - accepted[n]) * residual / residual.sum()
-    return accepted, recovered, uncapped
-
-
-def sequence_law(tree, delta, budget, drafted=2, length=4):
-    """The laws of all sequences under verification with a budget and under the target: {sequence: probability}, by
-    enumeration. Rounds draft `drafted` tokens, end with the first rejection or a bonus token, and start again."""
-    mine, target = {}, {}
-
-    def walk(prefix, place, spent, mass, q_mass):
-        """place: tokens accepted in this round. spent: the sum of the uncapped a's, as an implementation keeps it."""
-        if mass == 0:
-            return
-        if len(prefix) == length:
-            mine[prefix] = mine.get(prefix, 0) + mass
-            target[prefix] = q_mass
-            return
-        p, q = tree[prefix]
-        if place == drafted:
-            for x in range(len(q)):
-                walk((*prefix, x), 0, spent, mass * q[x], q_mass * q[x])
-            return
-        accepted, recovered, a = spend(p, q, delta, max(0.0, budget - spent))
-        for x in range(len(q)):
-            walk((*prefix, x), place + 1, spent + a[x], mass * accepted[x], q_mass * q[x])
-            walk((*prefix, x), 0, spent, mass * recovered[x], q_mass * q[x])
-
-    walk((), 0, 0.0, 1.0, 1.0)
-    return mine, target
 
 
 def random_tree(rng, V=4, length=4):

@@ -8,7 +8,7 @@ import torch
 
 from cactus_kernels import Cactus, SpS, VerifyOutput, draw, philox, rules, verify
 from cactus_kernels.rules import Rule
-from cactus_kernels.testing import fuzz, parity
+from cactus_kernels.testing import fuzz, oracle, parity
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
@@ -23,9 +23,9 @@ CASES, ALL_CASES, CASES_A_TEST = 336, 504, 21  # the rest of all cases is for th
 INTERPRETED = pytest.mark.skipif(not race_triton.INTERPRETED, reason="replaces parts of the kernel: interpreter only")
 
 
-def assert_same(expected, got):
+def assert_same(expected, got, what=""):
     for name in ("num_accepted", "valid", "token_ids"):
-        assert torch.equal(getattr(expected, name).cpu(), getattr(got, name).cpu()), name
+        assert torch.equal(getattr(expected, name).cpu(), getattr(got, name).cpu()), (name, what)
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,16 @@ def test_fuzzed_cases_are_the_same_in_every_bit(start, device):
     for seed in range(start, start + CASES_A_TEST):
         difference = parity.difference(fuzz.fuzz_case(seed), ("torch", "cpu"), ("triton", str(device)))
         assert difference is None, f"case {seed}: {difference}"
+
+
+@pytest.mark.parametrize("start", [0, pytest.param(400, marks=pytest.mark.slow)])
+def test_fuzzed_cases_are_verified_as_the_reference_does(start):
+    """On a CPU against a request and a token at a time: every rule, layout, bad value and budget that is fuzzed."""
+    for seed in range(start, start + (400 if start == 0 else 4000)):
+        case = fuzz.fuzz_case(seed)
+        expected, got = oracle.verified(case), parity.run_case(case, "torch")
+        assert_same(expected, got, f"case {seed}: {fuzz.describe(case)}")
+        assert expected.spent is None or torch.equal(expected.spent, got.spent), seed
 
 
 def test_the_fuzzed_cases_reach_every_branch():

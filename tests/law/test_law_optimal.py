@@ -1,9 +1,10 @@
 """What docs/law.md says of `Optimal`: its bound, and that no rule that verifies token by token does better."""
 
-import exact
 import numpy as np
 import pytest
 import torch
+from support import exact
+from support.laws import assert_no_less_than_least
 
 from cactus_kernels import law
 from cactus_kernels.rules import (
@@ -43,30 +44,6 @@ def model_rows(count, V, seed, truncated=False):
     if truncated:
         both = both.masked_fill(both < both.topk(8)[0][..., -1:], -torch.inf)
     return both.softmax(-1)
-
-
-def least(p, q, acceptance):
-    """The clip(p, b q, c q) of each row that accepts so much, at least what SpS accepts: by bisection, [N, V]."""
-
-    def solve(rising):
-        low, high = np.full((len(p), 1), 1e-300), np.full((len(p), 1), 1e300)
-        for _ in range(70):
-            middle = np.sqrt(low) * np.sqrt(high)
-            above = rising(middle) > 0
-            low, high = np.where(above, low, middle), np.where(above, middle, high)
-        return low
-
-    c = np.maximum(solve(lambda c: np.minimum(p, c * q).sum(1, keepdims=True) - acceptance[:, None]), 1)
-    b = np.minimum(solve(lambda b: np.clip(p, b * q, c * q).sum(1, keepdims=True) - 1), 1)
-    return np.clip(p, b * q, c * q)
-
-
-def assert_no_less_than_least(p, q, P, acceptance):
-    best = torch.from_numpy(least(p.numpy(), q.numpy(), acceptance.numpy()))
-    for name, mine, theirs in zip(
-        law.Divergences._fields, law.divergences(best, q), law.divergences(P, q), strict=True
-    ):
-        assert (mine <= theirs + 1e-9 * (1 + mine)).all(), name
 
 
 @pytest.mark.parametrize("truncated", [False, True])

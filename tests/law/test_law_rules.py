@@ -1,9 +1,9 @@
 """The exact law of every rule against brute force over the drafted token, by the formulas of tests/exact.py."""
 
-import exact
 import numpy as np
 import pytest
 import torch
+from support import exact
 
 from cactus_kernels import definition, law
 from cactus_kernels.law import exact as law_exact

@@ -4,13 +4,13 @@ From logits the exponential differs in its last bits between devices, so a decis
 The account says which: a near-tie is an acceptance, a cut-off or a race whose two sides are within 1e-5 of each other.
 """
 
-import exact
 import numpy as np
 import torch
 from transformers.generation import logits_process as hf
 
 from cactus_kernels import Cactus, RowStats, Sampling, definition, philox, row_stats, sample, verify_from_logits
 from cactus_kernels.host import rows as host_rows
+from support import exact
 
 NEAR = 1e-5
 

@@ -1,9 +1,10 @@
 """What comes out follows the exact law: chi-square with fixed seeds against brute force in float64 (tests/exact.py)."""
 
-import exact
 import numpy as np
 import pytest
 import torch
+from support import exact
+from support.laws import DRAWS, emitted_tokens, p_value, pair
 
 from cactus_kernels import definition, law, philox
 from cactus_kernels.drawing import draw
@@ -11,42 +12,8 @@ from cactus_kernels.host import rows as host_rows
 from cactus_kernels.rules import Cactus, SpS
 from cactus_kernels.verification import verify
 
-DRAWS = 200_000
 RULES = [pytest.param(SpS(), 0.0, id="sps")] + [pytest.param(Cactus(d), d, id=f"cactus-{d}") for d in (0, 0.05, 0.5, 1)]
 SIZES = [2, 7, 37, *(pytest.param(V, marks=pytest.mark.slow) for V in (1025, 2051))]
-
-
-def pair(V, seed=0):
-    """Draft and target, p, q fp32 [V]. They agree roughly, but for token 0: the draft gives it more than half and the
-    target a twentieth, so that every rule here rejects it often, with an h far from q. The target's last token, across a
-    chunk's edge, has a good share."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = 1.5 * torch.randn(V, generator=generator)
-    logits[-1] = logits[1:].max() + 1
-    p = 0.45 * (logits + torch.randn(V, generator=generator)).softmax(0)
-    q = 0.95 * logits[1:].softmax(0)
-    p[0] += 0.55
-    return p, torch.cat([torch.tensor([0.05]), q])
-
-
-def emitted_tokens(p, q, rule, draws, seed=1):
-    """Tokens emitted at the drafted position, [draws]; drafts come from numpy's generator, not from the package's."""
-    V = len(p)
-    p64 = p.double().numpy()
-    drafted = torch.from_numpy(np.random.default_rng(seed).choice(V, size=draws, p=p64 / p64.sum()))
-    size = min(draws, 2**21 // min(V, 1024))
-    tokens = []
-    for i in range(0, draws, size):
-        ids = drafted[i : i + size, None]
-        B = len(ids)
-        out = verify(q.expand(B, 2, V), p.expand(B, 1, V), ids, rule, seed=seed + i, offset=i)
-        out.raise_if_invalid()
-        tokens.append(out.token_ids[:, 0])
-    return torch.cat(tokens)
-
-
-def p_value(tokens, expected):
-    return exact.chi_square_p_value(np.bincount(tokens.numpy(), minlength=len(expected)), expected)
 
 
 @pytest.mark.parametrize("V", SIZES)

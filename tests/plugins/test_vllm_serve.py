@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import vllm_harness as harness
+from support import vllm_harness as harness
 
 pytestmark = [
     pytest.mark.vllm,

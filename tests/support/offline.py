@@ -1,8 +1,8 @@
 """The kernels compiled for GPUs that are not here: registers, spills, widths of loads, rounding.
 
-    python tests/offline.py sm_90            # figures of every kernel for one target, as a line of JSON
-    python tests/offline.py sm_90 brief      # of fewer cases
-    python tests/offline.py                  # the table of docs/kernels.md
+    python tests/support/offline.py sm_90            # figures of every kernel for one target, as a line of JSON
+    python tests/support/offline.py sm_90 brief      # of fewer cases
+    python tests/support/offline.py                  # the table of docs/kernels.md
 
 What is compiled is what the launchers launch, so the specialisations are the real ones: a stand-in for the driver names the
 target, and a launch stops at the compiled kernel. In a process of its own, since the interpreter is chosen when triton is

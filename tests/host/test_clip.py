@@ -1,9 +1,9 @@
 """The multipliers b and c of solved rules: right, by solutions in float64; exact sums; the same bits from the kernel."""
 
-import exact
 import numpy as np
 import pytest
 import torch
+from support import exact
 
 from cactus_kernels import Mentored, Optimal, definition, verify
 from cactus_kernels.contract import Inputs
@@ -176,7 +176,7 @@ def test_the_kernel_gives_the_same_bits(rule, device):
             got = clip_triton.compute(inputs, at=asked).view(2, B, 2)[..., 0].cpu().numpy()
         p, q = draft[:, 0].float().cpu().numpy(), np.zeros((B, V_draft), dtype=np.float32)
         q[:, :V] = target[:, 0].float().cpu()
-        expected = [host_clip.solve(*x, np.float32(*rule.strengths), rule.form) for x in zip(p, q, strict=True)]
+        expected = [host_clip.solve(*x, np.float32(*rule.strengths), rule.solves.what) for x in zip(p, q, strict=True)]
         np.testing.assert_array_equal(got, np.transpose(expected))
 
 

@@ -5,14 +5,13 @@ import importlib
 import re
 from pathlib import Path
 
-import exact
 import numpy as np
 import pytest
 import torch
-from rule_laws import LAWS, draws_of, f
+from support import exact
+from support.laws import DRAWS, emitted_tokens, p_value, pair, sequence_law
 from support.models import table_pair
-from test_law import DRAWS, emitted_tokens, p_value, pair
-from test_law_theory import sequence_law
+from support.rule_laws import LAWS, draws_of, f
 
 from cactus_kernels import Sampling, draw, embedded_pair, law, speculative_generate
 from cactus_kernels.host import statistics as host_statistics
@@ -554,12 +553,12 @@ def test_rules_refuse(make, error, says):
 
 
 def test_the_readme_holds_the_table_of_rules():
-    assert table() in (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    assert table() in (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_rule_of_docs_rules(tmp_path, monkeypatch):
     """The example in docs/rules.md, as a module of its own: its source has to be found when it is compiled."""
-    page = (Path(__file__).parents[1] / "docs" / "rules.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "rules.md").read_text(encoding="utf-8")
     example = re.search(r"```python\n(.*?)```", page, re.S)[1].replace("Halfway())", "Halfway(), cases=2)")
     (tmp_path / "halfway_rule.py").write_text(example)
     monkeypatch.syspath_prepend(tmp_path)

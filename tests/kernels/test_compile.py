@@ -4,14 +4,14 @@ import importlib.metadata
 import re
 from pathlib import Path
 
-import offline
 import pytest
+from support import offline
 
 # Of a vocabulary that takes many splits: one iteration of verification reads a lane's 8 entries of a row at once, in two
 # loops: of the row pair after a rejection, of the target's row alone.
 WIDE_LOADS = {"fp32": 6, "bf16": 3, "fp16": 3}
 REGISTERS = 80  # of verification on sm_90, from triton 3.9 on: earlier ones reduce 64-bit sums by other instructions
-DOCS = Path(__file__).parents[1] / "docs/kernels.md"
+DOCS = Path(__file__).parents[2] / "docs/kernels.md"
 
 VERSION = tuple(int(x) for x in importlib.metadata.version("triton").split(".")[:2])
 
@@ -45,7 +45,7 @@ def test_what_becomes_of_every_kernel(target):
     titles = next(line for line in lines if line[:2] == ["kernel", "of"])
     told = {tuple(line[:2]): line[titles.index(target)] for line in lines if len(line) == len(titles)}
     column = offline.column(found)
-    assert {key: told.get(key) for key in column} == column, "python tests/offline.py makes the table"
+    assert {key: told.get(key) for key in column} == column, "python tests/support/offline.py makes the table"
 
 
 def check(target, found):

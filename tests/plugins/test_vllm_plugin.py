@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from exact import FALSE_ALARM, chi_square_p_value, emitted
+from support.exact import FALSE_ALARM, chi_square_p_value, emitted
 
 from cactus_kernels import Cactus, SpS, law, verify_from_logits
 from cactus_kernels.plugins.vllm import verifier as plugin

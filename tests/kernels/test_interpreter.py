@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 import torch
-from logit_cases import fuzzed_batch
 from support import interpreter
+from support.logit_cases import fuzzed_batch
 
 from cactus_kernels import Mentored, Sampling, TopK, row_stats, sample, verify, verify_from_logits
 from cactus_kernels.testing.fuzz import fuzz_case

@@ -45,8 +45,8 @@ def shims():
 
 def main(target, draft, prompts):
     shims()
-    from test_vllm import Engine, drafts
     from vllm.exceptions import VLLMValidationError
+    from vllm_harness import Engine, drafts
 
     few = {"prompts": prompts, "max_tokens": 12}
     random = {"temperature": 1.0, "seed": 7, **few}
