@@ -92,7 +92,12 @@ def alike(case):
 @pytest.mark.parametrize("flat", [False, True], ids=["padded", "flat"])
 @pytest.mark.parametrize(
     ("draft", "mapped"),
-    [("one-hot", False), ("logits", False), ("logits", True), ("statistics", True)],
+    [
+        pytest.param("one-hot", False, marks=pytest.mark.slow),
+        ("logits", False),
+        pytest.param("logits", True, marks=pytest.mark.slow),
+        ("statistics", True),
+    ],
 )
 class TestBadRequests:
     """Whatever the layout, and whatever the drafts are given by."""

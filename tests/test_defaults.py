@@ -163,8 +163,18 @@ def assert_same(got, expected):
     assert not different
 
 
-@pytest.mark.parametrize("odd", ODD)
-@pytest.mark.parametrize("backend", ["torch", "triton"])
+# In the interpreter, which is slow, those that show most are in the fast tier.
+FEW_ODD = ("bfloat16", "float64", "device")
+
+
+@pytest.mark.parametrize(
+    ("backend", "odd"),
+    [
+        pytest.param(backend, odd, marks=[pytest.mark.slow] * (backend == "triton" and odd not in FEW_ODD))
+        for backend in ("torch", "triton")
+        for odd in ODD
+    ],
+)
 def test_verification_and_draws(backend, odd, device):
     device = device if backend == "triton" else torch.device("cpu")
     expected = plain(backend, device)

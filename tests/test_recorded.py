@@ -15,7 +15,7 @@ from cactus_kernels.rules import RULES
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of bad values
 
 INPUTS = "inputs"
-IN_THE_INTERPRETER = 17  # one case of so many; with no factor in common with the periods of a group
+IN_THE_INTERPRETER = 41  # one case of so many; with no factor in common with the periods of a group
 
 
 @pytest.fixture(scope="module")

@@ -153,8 +153,8 @@ def numbers(x):
 
 def calls():
     generator = torch.Generator().manual_seed(0)
-    logits = 3 * torch.randn(3, 3, 1500, generator=generator)
-    for seed in (0, 7, 11, 12):
+    logits = 3 * torch.randn(2, 3, 1500, generator=generator)
+    for seed in (7, 11):
         yield f"case {seed}", lambda seed=seed: run_case(fuzz_case(seed), "triton")
     for truncated in (False, True):
         case, _ = fuzzed_batch(np.random.default_rng(3), truncated)
@@ -164,7 +164,7 @@ def calls():
     yield "statistics", lambda: row_stats(logits[0].half(), entropy=True, backend="triton")
     probs = (2 * logits).softmax(-1)[..., :40].contiguous()
     probs /= probs.sum(-1, keepdim=True)
-    rows = probs, probs[:, :2].flip(0), torch.randint(0, 40, (3, 2), generator=generator)
+    rows = probs, probs[:, :2].flip(0), torch.randint(0, 40, (2, 2), generator=generator)
     for rule in (Mentored(0.1), TopK(3)):
         yield rule.name, lambda rule=rule: verify(*rows, rule, seed=0, offset=0, backend="triton")
 

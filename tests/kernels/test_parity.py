@@ -19,7 +19,7 @@ race_triton = pytest.importorskip("cactus_kernels.kernels.race")
 # numpy warns where the kernel computes with the bad values of a request that is invalid.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-CASES, ALL_CASES, CASES_A_TEST = 336, 504, 21  # the rest of all cases is for the slow tier
+CASES, ALL_CASES, CASES_A_TEST = 126, 504, 21  # the rest of all cases is for the slow tier
 INTERPRETED = pytest.mark.skipif(not race_triton.INTERPRETED, reason="replaces parts of the kernel: interpreter only")
 
 

@@ -98,7 +98,13 @@ def test_caps(name, device):
 @pytest.mark.parametrize(
     ("name", "tiny"), [(n, t) for n in ("temperature", "top_p", "min_p") for t in (TINY if n == "temperature" else FEW)]
 )
-@pytest.mark.parametrize("others", [{}, {"top_k": 5, "top_p": 0.9, "min_p": 0.1}], ids=["alone", "beside others"])
+@pytest.mark.parametrize(
+    "others",
+    [
+        pytest.param({}, id="alone"),
+        pytest.param({"top_k": 5, "top_p": 0.9, "min_p": 0.1}, id="beside others", marks=pytest.mark.slow),
+    ],
+)
 def test_settings(name, tiny, others, device):
     """Of the target and of the draft, in statistics, draws and verification."""
     target, draft, ids = rows()

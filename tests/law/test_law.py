@@ -20,7 +20,7 @@ SIZES = [2, 7, 37, *(pytest.param(V, marks=pytest.mark.slow) for V in (1025, 205
 @pytest.mark.parametrize(("rule", "delta"), RULES)
 def test_emitted_tokens_follow_the_exact_law(rule, delta, V):
     p, q = pair(V)
-    tokens = emitted_tokens(p, q, rule, DRAWS)
+    tokens = emitted_tokens(p, q, rule, DRAWS // 2)
     assert p_value(tokens, exact.emitted(p.double().numpy(), q.double().numpy(), delta)) > exact.FALSE_ALARM
 
 

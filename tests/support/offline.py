@@ -1,7 +1,6 @@
 """The kernels compiled for GPUs that are not here: registers, spills, widths of loads, rounding.
 
     python tests/support/offline.py sm_90            # figures of every kernel for one target, as a line of JSON
-    python tests/support/offline.py sm_90 brief      # of fewer cases
     python tests/support/offline.py                  # the table of docs/kernels.md
 
 What is compiled is what the launchers launch, so the specialisations are the real ones: a stand-in for the driver names the
@@ -53,7 +52,7 @@ RULES = {
 }
 
 
-def figures(target, *options):
+def figures(target):
     """{case: {kernel: figures}} of a target, from a process that compiles them; skips where a tool is missing."""
     triton = pytest.importorskip("triton")
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -62,7 +61,7 @@ def figures(target, *options):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     with tempfile.TemporaryDirectory() as cache:
         env["TRITON_CACHE_DIR"] = cache
-        command = [sys.executable, __file__, target, *options]
+        command = [sys.executable, __file__, target]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     if "ROCm linker" in done.stderr:
         pytest.skip("this triton package has no linker for AMD GPUs: it expects that of a ROCm installation")
@@ -175,11 +174,8 @@ def ways():
     }  # fmt: skip
 
 
-def cases(target, brief=False):
-    """{case: Inputs or RowInputs}, every kernel in every dtype and layout that it is compiled for; on sm_90 `ways` too.
-
-    brief: fp32 and bf16 in drawing that are read wide, alone.
-    """
+def cases(target):
+    """{case: Inputs or RowInputs}, every kernel in every dtype and layout that it is compiled for; on sm_90 `ways` too."""
     numbers = torch.zeros(2, dtype=torch.int64)
     found = {}
     for dtype_name, dtype in DTYPES.items():
@@ -196,12 +192,10 @@ def cases(target, brief=False):
             if dtype_name == "fp32":
                 for label, rule in RULES.items():
                     found[f"{label}, {name}"] = Inputs(*batch[:3], rule, *batch[4:])
-    if brief:
-        found = {name: inputs for name, inputs in found.items() if "aligned" in name and "fp16" not in name}
     return found | (ways() if target == "sm_90" else {})
 
 
-def compile_all(target, brief):
+def compile_all(target):
     """{case: {kernel: figures}} for one target, in this process."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
@@ -235,7 +229,7 @@ def compile_all(target, brief):
         module = importlib.import_module(f"cactus_kernels.{module}")
         setattr(module, name, Kernel(name, getattr(module, name)))
     found = {}
-    for case, inputs in cases(target, brief).items():
+    for case, inputs in cases(target).items():
         launched = {}
         if isinstance(inputs, RowInputs):
             B = len(inputs.logits)
@@ -295,6 +289,6 @@ def of_amd(assembly):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if sys.argv[1:]:
-        print(json.dumps(compile_all(sys.argv[1], "brief" in sys.argv[2:])))
+        print(json.dumps(compile_all(sys.argv[1])))
     else:
         print(table({target: column(figures(target)) for target in TARGETS}), end="")
