@@ -13,7 +13,7 @@ from .contract import (
     new_output,
     new_row_output,
 )
-from .host import rows as host_rows
+from .host import draw as host_draw
 from .host import verify as host_verify
 
 # How drafts are verified that a rule judges as a whole, by `Rule.whole_draft`. All of them draw with the backend's own draw.
@@ -27,7 +27,7 @@ def choose_backend(backend, device) -> str:
     if backend == "torch" or (backend is None and device.type != "cuda"):
         return "torch"
     try:
-        from .kernels import race
+        from .kernels import race  # noqa: PLC0415 (triton is optional)
     except ImportError as error:
         raise RuntimeError("triton is not installed: install it, or pass backend='torch'") from error
     if device.type == "cpu" and not race.INTERPRETED:
@@ -40,7 +40,7 @@ def choose_backend(backend, device) -> str:
 
 def run(inputs: Inputs, out: VerifyOutput, scratch, backend) -> VerifyOutput:
     """Verify checked `Inputs`, to `out`. Raises RuntimeError where the backend asked for cannot be had."""
-    chosen = choose_backend(backend, inputs.target.device)
+    chosen = choose_backend(backend, inputs.device)
     if not inputs.batch_size:
         return out
     if out.spent is not None and inputs.budget is not None and inputs.rule.lossless:
@@ -51,7 +51,7 @@ def run(inputs: Inputs, out: VerifyOutput, scratch, backend) -> VerifyOutput:
     elif chosen == "torch":
         host_verify.verify(inputs, out, scratch)
     else:
-        from .kernels import verify
+        from .kernels import verify  # noqa: PLC0415 (triton is optional)
 
         verify.verify(inputs, out, scratch)
     return out
@@ -63,9 +63,9 @@ def run_rows(inputs: RowInputs, out: SampleOutput, scratch, backend) -> SampleOu
     if not len(inputs.logits):
         return out
     if chosen == "torch":
-        host_rows.row_stats(inputs, out, scratch)
+        host_draw.row_stats(inputs, out, scratch)
     else:
-        from .kernels import rows
+        from .kernels import rows  # noqa: PLC0415 (triton is optional)
 
         rows.row_stats(inputs, out, scratch)
     return out

@@ -14,11 +14,44 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """One checked batch, padded ([B, ...] tensors, `cu_draft_tokens` None) or flat. Shapes are those of `verify`."""
+class Probs:
+    """Rows of probabilities [..., V], fp32, bf16 or fp16."""
 
-    target: torch.Tensor
-    draft: torch.Tensor | None
+    values: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Logits:
+    """Rows of logits [..., V], and what makes them distributions.
+
+    by: a `Sampling` of all requests; or the `RowStats` [...] that were made of these rows before.
+    """
+
+    values: torch.Tensor
+    by: Sampling | RowStats
+
+    @property
+    def sampling(self) -> Sampling | None:
+        return self.by if isinstance(self.by, Sampling) else None
+
+    @property
+    def stats(self) -> torch.Tensor | None:
+        """fp32 [..., 8]."""
+        return self.by.packed if isinstance(self.by, RowStats) else None
+
+
+Rows = Probs | Logits
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One checked batch, padded ([B, ...] tensors, `cu_draft_tokens` None) or flat. Shapes are those of `verify`.
+
+    target: `Probs`, or `Logits` by a `Sampling`. draft: None where drafts are one-hot.
+    """
+
+    target: Rows
+    draft: Rows | None
     draft_token_ids: torch.Tensor
     rule: Rule
     seed: int | torch.Tensor
@@ -27,11 +60,6 @@ class Inputs:
     max_draft_tokens: int
     batch_size: int
     purposes: tuple = (PICK_CHUNK, PICK_TOKEN)
-    # From logits: how the target's become probabilities; the same for the draft's, or their statistics, else the draft's
-    # rows are probabilities.
-    sampling: Sampling | None = None
-    draft_sampling: Sampling | None = None
-    draft_stats: RowStats | None = None
     bonus_token_ids: torch.Tensor | None = None  # [B]: then the target has no bonus rows
     budget: torch.Tensor | None = None  # float64 [B]: nats that are left of a sequence's budget
     row_map: torch.Tensor | None = None  # [B]: then draft rows are [slots, K, V], those of request b in slot row_map[b]
@@ -39,18 +67,26 @@ class Inputs:
     @property
     def tensors(self):
         """Everything that has to be on the target's device, other things among it."""
-        stats = self.draft_stats and self.draft_stats.packed
-        samplings = [s for x in (self.sampling, self.draft_sampling) if x is not None for s in x.settings()]
-        rows = (self.draft, self.draft_token_ids, self.cu_draft_tokens, self.bonus_token_ids, self.row_map, stats)
-        return (*rows, self.budget, self.seed, self.offset, *self.rule.strengths, *samplings)
+        rows: list[Any] = []
+        for x in (self.target, self.draft):
+            if x is not None:
+                rows.append(x.values)
+            if isinstance(x, Logits):
+                rows += [x.by.packed] if isinstance(x.by, RowStats) else x.by.settings()
+        others = (self.draft_token_ids, self.cu_draft_tokens, self.bonus_token_ids, self.row_map, self.budget)
+        return (*rows, *others, self.seed, self.offset, *self.rule.strengths)
+
+    @property
+    def device(self):
+        return self.target.values.device
 
     @property
     def vocab_size(self):
-        return self.target.shape[-1]
+        return self.target.values.shape[-1]
 
     @property
     def draft_vocab_size(self):
-        return self.vocab_size if self.draft is None else self.draft.shape[-1]
+        return self.vocab_size if self.draft is None else self.draft.values.shape[-1]
 
 
 @dataclass(frozen=True)
@@ -186,9 +222,9 @@ def check_call(inputs, names) -> None:
     B = inputs.batch_size
     for name, value in (("seed", inputs.seed), ("offset", inputs.offset)):
         check_stream(name, value, B)
-    for name, sampling in (("sampling", inputs.sampling), ("draft_sampling", inputs.draft_sampling)):
-        if sampling is not None:
-            check_sampling(name, sampling, B)
+    for name, rows in (("sampling", inputs.target), ("draft_sampling", inputs.draft)):
+        if isinstance(rows, Logits) and not isinstance(rows.by, RowStats):
+            check_sampling(name, rows.by, B)
     if inputs.budget is not None:
         check_tensor("budget", inputs.budget, 1, (torch.float64,), (B,))
         check_budget(inputs.rule)
@@ -199,7 +235,7 @@ def check_call(inputs, names) -> None:
 
 def new_output(inputs) -> VerifyOutput:
     """Room for what `Inputs` come to."""
-    device, B, m = inputs.target.device, inputs.batch_size, inputs.max_draft_tokens
+    device, B, m = inputs.device, inputs.batch_size, inputs.max_draft_tokens
     return VerifyOutput(
         torch.empty((B, m + 1), dtype=inputs.draft_token_ids.dtype, device=device),
         torch.empty(B, dtype=torch.int32, device=device),
@@ -244,9 +280,10 @@ def _check_shapes(inputs, names):
     if inputs.row_map is not None:
         check_tensor("row_map", inputs.row_map, 1, INDEX_DTYPES, (B,))
         shapes[1] = None
-    for name, rows, expected in zip(names, (inputs.target, inputs.draft), shapes, strict=True):
-        if rows is None:
+    for name, given, expected in zip(names, (inputs.target, inputs.draft), shapes, strict=True):
+        if given is None:
             continue
+        rows = given.values
         check_rows(name, rows, 2 if flat and expected else 3)
         shape = tuple(rows.shape[:-1])
         if expected is None and (shape[1] < m or not shape[0]):
@@ -257,20 +294,16 @@ def _check_shapes(inputs, names):
                 f"{name} must have shape [{wanted}, V] beside draft_token_ids of shape {tuple(tokens.shape)}, "
                 f"got {tuple(rows.shape)}"
             )
-    if inputs.draft_stats is not None:
-        if not isinstance(inputs.draft_stats, RowStats):
-            raise TypeError(f"draft_stats must be a RowStats, got {type(inputs.draft_stats).__name__}")
-        stats = inputs.draft_stats.packed
-        if stats.shape[:-1] != inputs.draft.shape[:-1]:
-            raise ValueError(
-                f"draft_stats must be those of {names[1]} {tuple(inputs.draft.shape)}, got {tuple(stats.shape)}"
-            )
+    if isinstance(inputs.draft, Logits) and isinstance(inputs.draft.by, RowStats):
+        stats, rows = inputs.draft.by.packed, inputs.draft.values
+        if stats.shape[:-1] != rows.shape[:-1]:
+            raise ValueError(f"draft_stats must be those of {names[1]} {tuple(rows.shape)}, got {tuple(stats.shape)}")
 
 
 def inputs_of_rows(probs, seed, offset) -> Inputs:
     """A draw from each row of probabilities [B, V], as a verification without drafts and with random words of its own."""
     return Inputs(
-        target=probs[:, None],
+        target=Probs(probs[:, None]),
         draft=None,
         draft_token_ids=torch.empty((len(probs), 0), dtype=torch.int64, device=probs.device),
         rule=SpS(),

@@ -3,6 +3,7 @@
 import torch
 
 from . import philox
+from .contract import Logits
 from .sampling import Sampling
 
 
@@ -14,10 +15,10 @@ def verify(inputs, out, draw):
     """
     if inputs.bonus_token_ids is not None:
         raise ValueError("Coupled draws the bonus token with the noise of its position: leave bonus_token_ids out")
-    B, m, V, device = inputs.batch_size, inputs.max_draft_tokens, inputs.vocab_size, inputs.target.device
+    B, m, V, device = inputs.batch_size, inputs.max_draft_tokens, inputs.vocab_size, inputs.device
     request = torch.arange(B, dtype=torch.int64, device=device)[:, None]
     j = torch.arange(m + 1, dtype=torch.int64, device=device)
-    rows = inputs.target.reshape(-1, V)
+    rows = inputs.target.values.reshape(-1, V)
 
     # 1. The drafted tokens [B, m + 1], -1 beyond each draft, and the request and position of every row of the target.
     ids = inputs.draft_token_ids.long()
@@ -43,7 +44,7 @@ def verify(inputs, out, draw):
     if isinstance(seed, int):
         seed = philox.request_seeds(seed, B, device)
     offset = inputs.offset if isinstance(inputs.offset, int) else inputs.offset[of_row]
-    sampling = inputs.sampling
+    sampling = inputs.target.sampling if isinstance(inputs.target, Logits) else None
     if sampling is not None:
         sampling = Sampling(*(s[of_row] if isinstance(s, torch.Tensor) else s for s in sampling.settings()))
     drawn = draw(rows, seed[of_row], offset + position, sampling)[index]

@@ -7,7 +7,7 @@ and tuples of tensors and numbers. The public functions call them by themselves 
 import torch
 
 from . import backends
-from .contract import Inputs, RowInputs, new_output, new_row_output
+from .contract import Inputs, Logits, Probs, RowInputs, new_output, new_row_output
 from .rules import passed_on, rebuild
 from .sampling import COLUMNS, SETTINGS, RowStats, Sampling
 
@@ -39,6 +39,21 @@ def _settings(sampling):
     return ([], []) if sampling is None else _split([getattr(sampling, name) for name in SETTINGS])
 
 
+def _rows(values, sampling, stats=None):
+    """Rows from what an operator takes of them."""
+    if values is None:
+        return None
+    by = sampling if stats is None else RowStats(stats)
+    return Probs(values) if by is None else Logits(values, by)
+
+
+def _parts(rows):
+    """The same the other way round: values, sampling, statistics."""
+    if isinstance(rows, Logits):
+        return rows.values, rows.sampling, rows.stats
+    return None if rows is None else rows.values, None, None
+
+
 @torch.library.custom_op("cactus_kernels::verify", mutates_args=())
 def verify_op(
     target: torch.Tensor,
@@ -63,13 +78,12 @@ def verify_op(
     row_map: torch.Tensor | None,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    of_target, of_draft = _sampling(sampling, sampling_numbers), _sampling(draft_sampling, draft_sampling_numbers)
     inputs = Inputs(
-        target, draft, draft_token_ids, rebuild(rule, _joined(strengths, strength_numbers)),
+        _rows(target, of_target), _rows(draft, of_draft, draft_stats), draft_token_ids,
+        rebuild(rule, _joined(strengths, strength_numbers)),
         seed_number if seed is None else seed, offset_number if offset is None else offset, cu_draft_tokens,
-        max_draft_tokens, batch_size, sampling=_sampling(sampling, sampling_numbers),
-        draft_sampling=_sampling(draft_sampling, draft_sampling_numbers),
-        draft_stats=None if draft_stats is None else RowStats(draft_stats), bonus_token_ids=bonus_token_ids,
-        row_map=row_map,
+        max_draft_tokens, batch_size, bonus_token_ids=bonus_token_ids, row_map=row_map,
     )  # fmt: skip
     out = backends.run(inputs, new_output(inputs), None, backend or None)
     return out.token_ids, out.num_accepted, out.valid
@@ -87,12 +101,13 @@ def _(target, draft, draft_token_ids, *args):
 
 def call_verify(inputs, backend):
     """The operator on checked `Inputs`: token_ids, num_accepted, valid."""
-    stats = inputs.draft_stats
+    target, sampling, _ = _parts(inputs.target)
+    draft, draft_sampling, draft_stats = _parts(inputs.draft)
     return verify_op(
-        inputs.target, inputs.draft, inputs.draft_token_ids, passed_on(inputs.rule), *_split(inputs.rule.strengths),
+        target, draft, inputs.draft_token_ids, passed_on(inputs.rule), *_split(inputs.rule.strengths),
         *_stream(inputs.seed), *_stream(inputs.offset), inputs.cu_draft_tokens, inputs.max_draft_tokens,
-        inputs.batch_size, *_settings(inputs.sampling), *_settings(inputs.draft_sampling),
-        None if stats is None else stats.packed, inputs.bonus_token_ids, inputs.row_map, backend or "",
+        inputs.batch_size, *_settings(sampling), *_settings(draft_sampling), draft_stats,
+        inputs.bonus_token_ids, inputs.row_map, backend or "",
     )  # fmt: skip
 
 

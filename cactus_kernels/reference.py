@@ -13,16 +13,16 @@ from .definition import ACCEPT, CHUNK, MAX_PROB, ONE, PICK_CHUNK, PICK_TOKEN
 from .host import clip, statistics
 
 
-def verify(target, draft, token_ids, rule, *, seed, offset, budget=None):
+def verify(target, draft, token_ids, rule, *, seed, offset, budget=None):  # noqa: C901 (the whole algorithm in one piece)
     """Verify the draft of one request: (tokens emitted, number accepted, whether all values that count are good, nats spent).
     target: fp32 [m + 1, V]. draft: fp32 [m, V_draft], or None: one-hot. token_ids: m ints, -1 from where the draft ends. rule:
     one that judges token by token, its strengths numbers. seed, offset: ints. budget: nats, or None, as of lossless rules.
     """
     if draft is None:
         draft = torch.from_numpy(np.float32(np.arange(target.shape[1]) == np.array(token_ids)[:, None]))
-    V, size, tokens, strengths, left = target.shape[1], max(target.shape[1], draft.shape[1]), [], rule.strengths, None
+    V, size, tokens, left = target.shape[1], max(target.shape[1], draft.shape[1]), list[int](), None
     target, draft = (torch.nn.functional.pad(rows, (0, size - rows.shape[1], 0, 1)) for rows in (target, draft))
-    if not all(0 <= s < float("inf") for s in strengths) or not (budget is None or budget >= 0):
+    if not all(0 <= s < float("inf") for s in rule.strengths) or not (budget is None or budget >= 0):
         return tokens, 0, False, 0.0
     if budget is not None:
         whole = left = torch.tensor(int(min(budget, rules.MOST) * rules.UNIT), dtype=torch.int64, device="cpu")
@@ -39,7 +39,7 @@ def verify(target, draft, token_ids, rule, *, seed, offset, budget=None):
             return tokens, j, False, nats
         stat = tuple(statistics.of_rows(name, q[None, :V])[0] for name in rule.statistics)
         stat = (solved(rule, p, q) if solves else (torch.ones_like(u),) * 2) if rule.solves else stat
-        h_n = rule.accept(q_n, p_n, stat, *strengths)
+        h_n = rule.accept(q_n, p_n, stat, *rule.strengths)
         if left is not None:
             spends, h_n = rules.spend(h_n, q_n, p_n), torch.minimum(h_n, q_n * rules.cap(left))
         if u * p_n < h_n and n < V:
@@ -47,7 +47,7 @@ def verify(target, draft, token_ids, rule, *, seed, offset, budget=None):
             continue
         if bad(q) or bad(p if rule.solves else p[: V * rule.subtracts_draft]):
             return tokens, j, False, nats
-        r = rule.recover(q, q_n, h_n, solved(rule, p, q) if rule.solves else stat, *strengths)
+        r = rule.recover(q, q_n, h_n, solved(rule, p, q) if rule.solves else stat, *rule.strengths)
         r = r.clone() if left is None else torch.maximum(r, q * rules.room(q_n, h_n))
         r[n] = 0
         token = draw((r - p).clamp(min=0)[:V] if rule.subtracts_draft else r[:V], at) or draw(r[:V], at)

@@ -6,6 +6,8 @@ from . import backends, ops
 from .contract import (
     INDEX_DTYPES,
     Inputs,
+    Logits,
+    Probs,
     VerifyOutput,
     check_call,
     check_device,
@@ -15,7 +17,7 @@ from .contract import (
 )
 from .definition import MAX_DRAFT_TOKENS
 from .rules import resolve_rule
-from .sampling import Sampling
+from .sampling import RowStats, Sampling
 
 
 @torch.no_grad()
@@ -76,8 +78,9 @@ def verify(
     """
     rule = resolve_rule(rule)
     batch_size, m = _layout(draft_token_ids, cu_draft_tokens, max_draft_tokens)
+    draft = None if draft_probs is None else Probs(draft_probs)
     inputs = Inputs(
-        target_probs, draft_probs, draft_token_ids, rule, seed, offset, cu_draft_tokens, m, batch_size, budget=budget
+        Probs(target_probs), draft, draft_token_ids, rule, seed, offset, cu_draft_tokens, m, batch_size, budget=budget
     )  # fmt: skip
     return _run(inputs, out, scratch, backend)
 
@@ -130,32 +133,42 @@ def verify_from_logits(
         TypeError, ValueError, RuntimeError: as `verify`; also both or neither of what excludes or needs each other.
     """
     sampling = Sampling() if sampling is None else sampling
-    if draft_probs is not None:
+    draft = _draft_rows(draft_logits, draft_probs, draft_stats, draft_sampling, sampling, row_map)
+    rule = resolve_rule(rule)
+    batch_size, m = _layout(draft_token_ids, cu_draft_tokens, max_draft_tokens)
+    inputs = Inputs(
+        Logits(target_logits, sampling), draft, draft_token_ids, rule, seed, offset, cu_draft_tokens, m, batch_size,
+        bonus_token_ids=bonus_token_ids, row_map=row_map, budget=budget,
+    )  # fmt: skip
+    return _run(
+        inputs, out, scratch, backend, ("target_logits", "draft_logits" if draft_probs is None else "draft_probs")
+    )
+
+
+def _draft_rows(logits, probs, stats, draft_sampling, sampling, row_map) -> Probs | Logits | None:
+    """What the draft was given by, of the arguments of `verify_from_logits`."""
+    if probs is not None:
         for name, value in (
-            ("draft_logits", draft_logits),
-            ("draft_stats", draft_stats),
+            ("draft_logits", logits),
+            ("draft_stats", stats),
             ("draft_sampling", draft_sampling),
         ):
             if value is not None:
                 raise ValueError(
                     f"draft_probs and {name} are both given: give draft_probs, or draft_logits with the rest"
                 )
-    elif draft_logits is None and (draft_stats is not None or draft_sampling is not None or row_map is not None):
-        raise ValueError("draft_stats, draft_sampling and row_map belong to draft rows: pass draft_logits")
-    if draft_stats is not None and draft_sampling is not None:
+        return Probs(probs)
+    if logits is None:
+        if stats is not None or draft_sampling is not None or row_map is not None:
+            raise ValueError("draft_stats, draft_sampling and row_map belong to draft rows: pass draft_logits")
+        return None
+    if stats is None:
+        return Logits(logits, sampling if draft_sampling is None else draft_sampling)
+    if draft_sampling is not None:
         raise ValueError("draft_stats hold the draft's sampling already: leave draft_sampling out")
-    if draft_logits is not None and draft_stats is None and draft_sampling is None:
-        draft_sampling = sampling
-    rule = resolve_rule(rule)
-    batch_size, m = _layout(draft_token_ids, cu_draft_tokens, max_draft_tokens)
-    inputs = Inputs(
-        target_logits, draft_probs if draft_logits is None else draft_logits, draft_token_ids, rule, seed, offset,
-        cu_draft_tokens, m, batch_size, sampling=sampling, draft_sampling=draft_sampling, draft_stats=draft_stats,
-        bonus_token_ids=bonus_token_ids, row_map=row_map, budget=budget,
-    )  # fmt: skip
-    return _run(
-        inputs, out, scratch, backend, ("target_logits", "draft_logits" if draft_probs is None else "draft_probs")
-    )
+    if not isinstance(stats, RowStats):
+        raise TypeError(f"draft_stats must be a RowStats, got {type(stats).__name__}")
+    return Logits(logits, stats)
 
 
 def _layout(draft_token_ids, cu_draft_tokens, max_draft_tokens):
@@ -191,5 +204,5 @@ def _run(inputs, out, scratch, backend, names=("target_probs", "draft_probs")) -
         out = new_output(inputs)
     else:
         check_output(out, inputs)
-    check_device(inputs.target.device, *inputs.tensors, out.token_ids, out.num_accepted, out.valid, out.spent, scratch)
+    check_device(inputs.device, *inputs.tensors, out.token_ids, out.num_accepted, out.valid, out.spent, scratch)
     return backends.run(inputs, out, scratch, backend)

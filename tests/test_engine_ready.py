@@ -221,22 +221,12 @@ def test_offsets_of_rows_are_64_bit(tmp_path):
 
 def test_operators_pass_opcheck():
     x, d, ids = batch(B=2, m=2, V=20)
-    from cactus_kernels.contract import Inputs
+    from cactus_kernels.contract import Inputs, Logits
 
     numbers = torch.zeros(2, dtype=torch.int64)
     inputs = Inputs(
-        x,
-        d,
-        ids,
-        Cactus(torch.ones(2)),
-        numbers,
-        3,
-        None,
-        2,
-        2,
-        sampling=Sampling(0.7, top_k=5),
-        draft_sampling=Sampling(),
-    )
+        Logits(x, Sampling(0.7, top_k=5)), Logits(d, Sampling()), ids, Cactus(torch.ones(2)), numbers, 3, None, 2, 2
+    )  # fmt: skip
     checked = []
 
     def opcheck(op):

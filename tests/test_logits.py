@@ -30,8 +30,8 @@ from cactus_kernels import (
     verify,
     verify_from_logits,
 )
-from cactus_kernels.host import lazy_rows as host_lazy_rows
-from cactus_kernels.host import rows as host_rows
+from cactus_kernels.contract import Logits
+from cactus_kernels.host.rows import Place, rows_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -241,10 +241,9 @@ def test_rows_of_probabilities_do_not_depend_on_what_is_asked_for_beside_them(th
     try:
         V, request, position = 151_936, np.arange(6), np.zeros(6, dtype=np.int64)
         logits = 5 * torch.randn(6, 1, V, generator=torch.Generator().manual_seed(0))
-        settings = host_rows.Settings.of(Sampling(0.9), 6)
 
         def rows():
-            return host_lazy_rows.rows_of_logits(logits, lambda r, j: (r, j), np.ones((6, 1), dtype=bool), settings)
+            return rows_of(Logits(logits, Sampling(0.9)), Place(), np.ones((6, 1), dtype=bool))
 
         together = rows().whole(request, position)
         for r in range(6):

@@ -1,87 +1,111 @@
-"""Rows of probabilities or logits on the host: statistics, truncation, drawing. The reference for `kernels.rows`, fast on a CPU.
+"""Rows of probabilities or logits on the host, as rows of probabilities: verification asks for few of them."""
 
-A few rows at a time come to the host, as fp32 tensors; torch and numpy share their memory, and each does what it does faster.
-"""
-
-import functools
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from .. import philox
-from ..definition import CHUNK, DRAFT_CHUNK, DRAFT_TOKEN, LARGEST, MAX_PROB
-from ..sampling import ARGMAX, COLUMNS, CUTOFF, ENTROPY, INVERSE_TEMPERATURE, KEPT, MAX, NORM, SETTINGS
-from . import race
+from ..contract import Logits
+from ..definition import MAX_PROB
+from ..sampling import ARGMAX, COLUMNS, CUTOFF, INVERSE_TEMPERATURE, MAX, NORM
+from .reduce import GROUP, Settings, column, divisor, exp_weights, keep, normalised, reduced, row_sums, softmax
 
-GROUP = 1 << 17  # row elements handled at once: enough to amortise an operation, few enough for the cache
-ROUNDING = 1e-6  # of a sum of probabilities
+MOST_MADE = 1 << 20  # row elements kept for a second use
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the rows of requests lie: [B, m, V] by themselves.
+
+    first: int64 array [B], the first row of each request where rows are flat, [N, V].
+    has_bonus: flat rows are one further for each request before.
+    slots: int64 array [B], where the rows of a request lie in [slots, K, V].
+    """
+
+    first: np.ndarray | None = None
+    has_bonus: bool = False
+    slots: np.ndarray | None = None
+
+    def index(self, shape, request, position):
+        """The leading indices of rows, of the shape given, inside it; request, position: int64 arrays that broadcast."""
+        if self.first is not None:
+            return ((self.first[request] + request * self.has_bonus + position).clip(max=shape[0] - 1),)
+        return request if self.slots is None else self.slots[request], position.clip(max=shape[1] - 1)
 
 
 class ProbRows:
-    """Rows of probabilities [..., V], addressed by leading indices: tuples of int64 arrays [R], or broadcast ones."""
+    """Rows of probabilities, addressed by request and position."""
 
-    def __init__(self, rows, index):
-        """rows: [B, m, V] or flat [N, V]. index: function of (request, position) that gives the leading indices."""
-        self.rows, self.index, self.vocab_size = rows, index, rows.shape[-1]
+    bad_is_seen_at_entries = False  # of a bad row every entry is bad: rows are asked for where one was looked at
+
+    def __init__(self, values, place):
+        """values: [..., V], as `place` says."""
+        self.values, self.place, self.vocab_size = values, place, values.shape[-1]
 
     def whole(self, request, position):
         """fp32 [R, V] on the host, not to be written to; request and position int64 [R]."""
-        index = self.index(request, position)
+        index = self.place.index(self.values.shape, request, position)
         if len(request) == 1:  # a view
-            return self.rows[tuple(int(i[0]) for i in index)][None].float().cpu()
-        return self.rows[self._tensors(index)].float().cpu()
+            return self.values[tuple(int(i[0]) for i in index)][None].float().cpu()
+        return self.values[self._tensors(index)].float().cpu()
 
     def at(self, request, position, token):
         """fp32 array, 0 where the token is not in this vocabulary; int64 arguments that broadcast."""
-        if 0 in self.rows.shape:  # nothing to read, not even where it would be masked
+        values = self.values
+        if 0 in values.shape:  # nothing to read, not even where it would be masked
             return np.zeros(np.broadcast_shapes(request.shape, position.shape, token.shape), dtype=np.float32)
-        index = (*self.index(request, position), np.minimum(np.maximum(token, 0), self.vocab_size - 1))
-        if self.rows.device.type == "cpu" and self.rows.dtype == torch.float32:
-            values = self.rows.numpy()[index]
+        index = (*self.place.index(values.shape, request, position), np.clip(token, 0, self.vocab_size - 1))
+        if values.device.type == "cpu" and values.dtype == torch.float32:
+            found = values.numpy()[index]
         else:
-            values = self.rows[self._tensors(np.broadcast_arrays(*index))].float().cpu().numpy()
-        return np.where((token >= 0) & (token < self.vocab_size), values, np.float32(0))
-
-    def bad_at(self, request, position, probs):
-        """Where gathered entries are bad: bool, of the shape of `probs`."""
-        return bad_prob(probs)
+            found = values[self._tensors(np.broadcast_arrays(*index))].float().cpu().numpy()
+        return np.where((token >= 0) & (token < self.vocab_size), found, np.float32(0))
 
     def bad_whole(self, probs):
         """Which whole rows are bad: bool array [R]."""
+        if self.bad_is_seen_at_entries:
+            return np.zeros(len(probs), dtype=bool)
         return ~((probs.amin(1) >= 0) & (probs.amax(1) <= MAX_PROB)).numpy()
 
     def _tensors(self, index):
-        return tuple(torch.from_numpy(np.ascontiguousarray(i)).to(self.rows.device) for i in index)
+        return tuple(torch.from_numpy(np.ascontiguousarray(i)).to(self.values.device) for i in index)
 
 
-class RowsOfLogits(ProbRows):
-    """Rows of logits, made into rows of probabilities when they are asked for."""
-
-    def bad_at(self, request, position, probs):
-        return np.isnan(probs)  # as every probability of a bad row is
-
-    def bad_whole(self, probs):
-        return np.zeros(len(probs), dtype=bool)  # seen at the gathered entries, which are those of the same row
+def bad_prob(x):
+    """True where a probability is NaN, infinite, negative or above 1.01."""
+    return ~((x >= 0) & (x <= MAX_PROB))
 
 
-class LogitRows(RowsOfLogits):
-    """Rows of logits with statistics, which makes them rows of probabilities."""
+class LogitRows(ProbRows):
+    """Rows of logits with statistics, which makes them rows of probabilities; of a bad row all are NaN."""
 
-    def __init__(self, rows, index, stats, stats_index):
-        """stats: fp32 array [..., 8]. stats_index: as `index`, for them."""
-        super().__init__(rows, index)
-        self.stats, self.stats_index = stats, stats_index
+    bad_is_seen_at_entries = True
+
+    def __init__(self, values, place, stats=None, counts=None, settings=None):
+        """stats: fp32 array [..., 8], as the rows lie; None: they are made when they are first asked for, by `Settings` [B], for
+        the rows where `counts`, bool array [B, m + 1], is True.
+        """
+        super().__init__(values, place)
+        self.stats, self.stats_place, self.missing, self.settings = stats, place, None, settings
+        if stats is None:
+            self.stats, self.stats_place = np.full((*counts.shape, COLUMNS), np.nan, dtype=np.float32), Place()
+            self.missing = counts.copy()
 
     def stats_of(self, request, position):
         """The statistics of rows: fp32 array [..., 8]."""
-        return self.stats[self.stats_index(request, position)]
+        if self.missing is not None and (missing := self.missing[request, position]).any():
+            request_, position_ = (x[missing] for x in np.broadcast_arrays(request, position))
+            logits = ProbRows(self.values, self.place)
+            self.stats[request_, position_] = reduced(logits, request_, position_, self.settings)
+            self.missing[request_, position_] = False
+        return self.stats[self.stats_place.index(self.stats.shape, request, position)]
 
     def whole(self, request, position):
         stats = self.stats_of(request, position)
         logits = super().whole(request, position)
         weights = exp_weights(logits, stats[:, MAX], stats[:, INVERSE_TEMPERATURE])
         keep(weights, logits, stats)
-        return weights.mul_(_column(stats[:, NORM]))
+        return weights.mul_(column(stats[:, NORM]))
 
     def at(self, request, position, token):
         stats = self.stats_of(request, position)
@@ -95,265 +119,60 @@ class LogitRows(RowsOfLogits):
         return weights * stats[..., NORM]
 
 
-def bad_prob(x):
-    """True where a probability is NaN, infinite, negative or above 1.01."""
-    return ~((x >= 0) & (x <= MAX_PROB))
+class SoftmaxRows(ProbRows):
+    """Rows of logits without truncation or greed, as the probabilities that torch's softmax makes of them when asked.
 
-
-def exp_weights(logits, largest, inverse_temperature):
-    """exp((logits - largest) / T), a new fp32 tensor [R, V]; largest and inverse_temperature fp32 arrays [R]."""
-    weights = logits - _column(largest)
-    if (inverse_temperature != 1).any():
-        weights *= _column(inverse_temperature)
-    np.exp(weights.numpy(), out=weights.numpy())  # twice as fast as torch's
-    return weights
-
-
-def softmax(logits, settings, request=slice(None), out=None):
-    """The softmax of (logits - the largest) / T, fp32 [R, V]: torch's own, which is faster than its steps.
-
-    On a CPU it adds up a row in few places, where small terms are lost beside a large one: what comes out may sum to 1 within
-    3e-4 alone. Then `normalised`, or division by a sum, which loses none.
-
-    settings: `Settings`. request: int64 array [R], whose rows they are. out: where to write, of any stride; None: a new tensor.
+    An entry has the same bits whether it is asked for by itself or with its row, and whatever rows are asked for beside it:
+    rules compare one with the other.
     """
-    if settings.some_scale:
-        logits = (logits - logits.amax(1, keepdim=True)).mul_(_column(settings.inverse[request]))
-    return torch.softmax(logits, -1, out=out)
+
+    bad_is_seen_at_entries = True
+
+    def __init__(self, values, place, counts, settings):
+        """counts: bool array [B, m + 1], the rows there are; the others have NaN. settings: a `Settings` [B]."""
+        super().__init__(values, place)
+        self.counts, self.settings = counts, settings
+        # Whole rows and their sums by request and position, of the last look at a request: one of them is drawn from.
+        self.made = {}
+
+    def whole(self, request, position):
+        if len(request) == 1 and (request[0], position[0]) in self.made:
+            return normalised(*self.made.pop((request[0], position[0])))
+        probs = self._softmax(request, position)
+        return normalised(probs, row_sums(probs))
+
+    def _softmax(self, request, position):
+        return softmax(super().whole(request, position), self.settings, request)
+
+    def at(self, request, position, token):
+        request, position, token = np.broadcast_arrays(request, position, token)
+        values = np.full(token.shape, np.nan, dtype=np.float32)
+        there = np.nonzero(self.counts[request, position])
+        request, position, token = request[there], position[there], token[there]
+        self.made = {at: row for at, row in self.made.items() if at[0] not in request}
+        found = np.empty(len(token), dtype=np.float32)
+        size = max(1, GROUP // self.vocab_size)
+        for start in range(0, len(token), size):
+            r = slice(start, start + size)
+            probs = self._softmax(request[r], position[r])
+            total = row_sums(probs)
+            if len(probs) == 1 and (len(self.made) + 1) * self.vocab_size <= MOST_MADE:
+                self.made[request[start], position[start]] = probs, total
+            found[r] = probs.numpy()[np.arange(len(probs)), token[r].clip(0, self.vocab_size - 1)] / divisor(total)
+        outside = (token < 0) | (token >= self.vocab_size)
+        found[outside] *= 0  # NaN in bad rows
+        found[self.settings.is_bad[request]] = np.nan
+        values[there] = found
+        return values
 
 
-def row_sums(probs):
-    """The sums of rows fp32 [R, V]: fp32 array [R]. numpy's, since torch's depend on what other rows there are."""
-    return probs.numpy().sum(1)
-
-
-def divisor(total):
-    """What rows of such sums are divided by: the sums where they are not 1 within rounding, else 1. Arrays [R]."""
-    return np.where(np.abs(total - 1) > ROUNDING, total, 1).astype(np.float32)
-
-
-def normalised(probs, total):
-    """Rows divided by the `divisor` of their sums, in place. probs: fp32 [R, V]. total: array [R]."""
-    by = divisor(total)
-    if (by != 1).any():
-        np.divide(probs.numpy(), by[:, None], out=probs.numpy())
-    return probs
-
-
-def keep(weights, logits, stats):
-    """Set to 0, in place, the weights of what truncation drops; all but the arg max of greedy rows."""
-    if (stats[:, CUTOFF] > -np.inf).any():
-        kept = logits.numpy() >= stats[:, CUTOFF, None]
-        np.multiply(weights.numpy(), kept, out=weights.numpy())  # a quarter of torch's time
-    for r in np.flatnonzero(stats[:, INVERSE_TEMPERATURE] == 0):
-        weights[r] = 0
-        weights[r, int(stats.view(np.int32)[r, ARGMAX])] = 1
-
-
-class Settings:
-    """A `Sampling` on the host, for every request: arrays [B], and what follows from them."""
-
-    @classmethod
-    def of(cls, sampling, batch_size):
-        """The same each time for a sampling of numbers: they are not to be written to."""
-        if sampling.varies:
-            return cls(sampling, batch_size)
-        return _settings_of_numbers(sampling, batch_size)
-
-    def __init__(self, sampling, batch_size):
-        values = []
-        for name, value in zip(SETTINGS, sampling.settings(), strict=True):
-            dtype = np.int64 if name == "top_k" else np.float32
-            is_tensor = isinstance(value, torch.Tensor)
-            values.append(value.cpu().numpy().astype(dtype) if is_tensor else np.full(batch_size, value, dtype=dtype))
-        self.temperature, self.top_k, self.top_p, self.min_p = values
-        self.is_bad = ~((self.temperature >= 0) & (self.temperature < np.inf) & (self.top_k >= 0))
-        for share in (self.top_p, self.min_p):
-            self.is_bad |= ~((share >= 0) & (share <= 1))
-        self.inverse = inverse_temperature(np.where(self.is_bad, np.float32(1), self.temperature))
-        self.truncates = (self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0) | (self.inverse == 0)
-        self.some_truncate, self.some_scale = bool(self.truncates.any()), bool((self.inverse != 1).any())
-        with np.errstate(divide="ignore", invalid="ignore"):
-            self.log_min_p = np.log(self.min_p)
-
-
-@functools.lru_cache(maxsize=64)
-def _settings_of_numbers(sampling, batch_size):
-    return Settings(sampling, batch_size)
-
-
-def reduced(rows, request, position, settings, entropy=False, visit=None):
-    """The statistics of rows of logits: fp32 array [R, 8].
-
-    Args:
-        rows: a `ProbRows` over logits. request, position: int64 arrays [R], which rows.
-        settings: `Settings`. entropy: whether the column ENTROPY is asked for; else it is NaN.
-        visit: called for a few rows at a time, with their slice, what their probabilities are in proportion to, fp32 [R', V],
-            and the chunk sums of it, fp32 array [R', C].
-    """
-    stats = np.zeros((len(request), COLUMNS), dtype=np.float32)
-    stats[:, CUTOFF], stats[:, KEPT], stats[:, ENTROPY] = -np.inf, 1, np.nan
-    argmax = stats.view(np.int32)[:, ARGMAX]
-    inverse = stats[:, INVERSE_TEMPERATURE] = settings.inverse[request]
-    kept, mean_log = np.empty(len(request)), np.empty(len(request) * entropy)
-    truncates = settings.truncates[request] if settings.some_truncate else ()
-    plain = not (settings.some_truncate or entropy)
-    size = max(1, GROUP // rows.vocab_size)
-    for start in range(0, len(request), size):
-        r = slice(start, start + size)
-        x = rows.whole(request[r], position[r])
-        largest, argmax[r] = _first_largest(x)
-        stats[r, MAX] = largest
-        if plain:
-            weights = softmax(x, settings, request[r])
-            sums = race.float_chunk_sums(weights) if visit else weights.sum(1, keepdim=True).numpy()
-            kept[r] = sums.sum(1) / weights.numpy()[np.arange(len(x)), argmax[r]]
-            if visit:
-                visit(r, weights, sums)
-            continue
-        weights = exp_weights(x, largest, inverse[r])
-        sums = race.float_chunk_sums(weights)
-        kept[r] = sums.sum(1)
-        if any(truncates[r]):
-            total = kept[r].copy()
-            for i in np.flatnonzero(truncates[r]):
-                stats[start + i, CUTOFF] = _cutoff(x[i], weights[i], total[i], settings, request[start + i])
-            keep(weights, x, stats[r])
-            sums = race.float_chunk_sums(weights)
-            kept[r] = sums.sum(1)
-            with np.errstate(divide="ignore", invalid="ignore"):  # bad rows
-                stats[r, KEPT] = np.where(inverse[r] == 0, 1, kept[r] / total)
-        if entropy:
-            mean_log[r] = torch.special.xlogy(weights, weights).sum(1, dtype=torch.float64).numpy()
-        if visit:
-            visit(r, weights, sums)
-    bad = settings.is_bad[request] | ~(np.abs(stats[:, MAX]) < np.inf)  # NaN comes through the maximum
-    if bad.any():
-        kept[bad] = np.nan
-    stats[:, NORM] = 1 / kept
-    if entropy:
-        stats[:, ENTROPY] = np.log(kept) - mean_log / kept
-    return stats
-
-
-def inverse_temperature(temperature):
-    """1 / T in fp32, at most the largest number; 0 for a temperature of 0, which is greedy. fp32 array -> fp32 array."""
-    with np.errstate(divide="ignore", over="ignore"):
-        return np.where(temperature == 0, np.float32(0), np.minimum(np.float32(1) / temperature, np.float32(LARGEST)))
-
-
-def _cutoff(x, weights, total, settings, request):
-    """The lowest logit that a request keeps of a row. x, weights: fp32 [V]; total: the sum of the weights."""
-    x, weights = x.numpy(), weights.numpy()
-    largest = x.max()
-    if settings.inverse[request] == 0 or settings.is_bad[request] or not abs(largest) < np.inf:
-        return largest
-    top_k, top_p = int(settings.top_k[request]), settings.top_p[request]
-    lowest = largest + settings.temperature[request] * settings.log_min_p[request]
-    values = x
-    if 0 < top_k < len(x):
-        maxima = x[: len(x) // CHUNK * CHUNK].reshape(-1, CHUNK).max(1)
-        if len(maxima) >= top_k:  # the k-th largest of the chunks' maxima is at most the k-th largest of all
-            values = x[x >= np.partition(maxima, -top_k)[-top_k]]
-        kth = np.partition(values, -top_k)[-top_k]
-        lowest = max(lowest, kth)
-        if top_p < 1:
-            some = x >= kth
-            values, weights = x[some], weights[some]
-            total = weights.sum(dtype=np.float64)
-    if top_p == 1:
-        return lowest
-    mass = float(top_p) * total
-    # Few tokens hold most of the mass: only they get sorted.
-    for bound in (2**-6, 2**-12, 2**-20):
-        some = weights >= bound
-        if weights[some].sum(dtype=np.float64) >= mass:
-            values, weights = values[some], weights[some]
-            break
-    order = np.argsort(values)[::-1]
-    above = weights[order].cumsum(dtype=np.float64) - weights[order]
-    last = max(int(np.searchsorted(above, mass)) - 1, 0)
-    return max(lowest, values[order[last]])
-
-
-def _first_largest(x):
-    """The largest of each row, NaN where a row holds one, and its lowest id: fp32 and int arrays [R]."""
-    x = x.numpy()
-    ids = x.argmax(1)
-    return x[np.arange(len(x)), ids], ids
-
-
-def _column(values):
-    """A number a row as a tensor [R, 1] beside rows; a plain number where there is one row, which costs less."""
-    return float(values[0]) if len(values) == 1 else torch.from_numpy(np.ascontiguousarray(values))[:, None]
-
-
-def row_stats(inputs, out, scratch=None):
-    """Write the statistics of `inputs` (checked `contract.RowInputs`) to `out.stats`; draw from the rows if it has a seed."""
-    B, vocab_size = inputs.logits.shape
-    settings = Settings.of(inputs.sampling, B)
-    if inputs.seed is None:
-        every = np.arange(B)
-        stats = reduced(_plain_rows(inputs.logits), every, every, settings, inputs.entropy)
-        out.stats.packed.copy_(torch.from_numpy(stats))
-        return
-    noise = draft_noise(inputs.seed, inputs.offset, B, vocab_size, 1)[0]
-    tokens, stats = draw(inputs.logits, settings, noise, inputs.entropy)
-    every = np.arange(B)
-    probs = LogitRows(inputs.logits, _request_alone, stats, _request_alone).at(every, every, tokens)
-    for to, values in zip((out.token_ids, out.probs, out.stats.packed), (tokens, probs, stats), strict=True):
-        to.copy_(torch.from_numpy(values))
-
-
-def draw(logits, settings, noise, entropy=False, weights_to=None):
-    """A token from each row of logits [B, V], -1 for bad ones, and the row's statistics: int64 array [B], fp32 [B, 8].
-
-    Args:
-        settings: `Settings`. noise: one of what `draft_noise` gives. entropy: as in `reduced`.
-        weights_to: fp32 [B, V] on the host, to which what `reduced` gives to visitors is written; None: nowhere.
-    """
-    every = np.arange(len(logits))
-    tokens = np.empty(len(logits), dtype=np.int64)
-
-    def visit(r, weights, sums):
-        tokens[r] = race.race(sums, weights, [x[r] for x in noise])
-        if weights_to is not None:
-            weights_to[r] = weights
-
-    stats = reduced(_plain_rows(logits), every, every, settings, entropy, visit)
-    tokens[np.isnan(stats[:, NORM])] = -1
-    return tokens, stats
-
-
-def draw_from_probs(logits, settings, noise, probs):
-    """A token from each row of logits [B, V], as `draw`, int64 array [B]; their probabilities are written to `probs`.
-
-    probs: fp32 [B, V] on the host, of any stride between rows.
-    """
+def rows_of(rows, place, counts):
+    """`contract.Probs` or `contract.Logits` as rows of probabilities. counts: bool array [B, m + 1], the rows there are."""
+    if not isinstance(rows, Logits):
+        return ProbRows(rows.values, place)
+    if rows.stats is not None:
+        return LogitRows(rows.values, place, rows.stats.cpu().numpy())
+    settings = Settings.of(rows.sampling, len(counts))
     if settings.some_truncate:
-        tokens, stats = draw(logits, settings, noise, weights_to=probs)
-        probs.mul_(_column(stats[:, NORM]))
-        return tokens
-    softmax(logits.float().cpu(), settings, out=probs)
-    sums = race.float_chunk_sums(probs)
-    tokens = race.race(sums, probs, noise)
-    normalised(probs, sums.sum(1))
-    tokens[np.isnan(probs.numpy()[:, 0]) | settings.is_bad] = -1
-    return tokens
-
-
-def _plain_rows(logits):
-    return ProbRows(logits, _request_alone)
-
-
-def _request_alone(request, position):
-    return (request,)
-
-
-def draft_noise(seed, offset, batch_size, vocab_size, count):
-    """The exponentials of draws at offset, offset + 1, … of each request: a list of `count` that `host.race.noise` gives."""
-    seed, offset = philox.streams(seed, offset, batch_size)
-    position = (offset + np.arange(count)[:, None]).reshape(-1)
-    words = philox.counter_row(position, 0)
-    noise = race.noise(np.tile(seed, count), words, (DRAFT_CHUNK, DRAFT_TOKEN), vocab_size)
-    return [tuple(x[i : i + batch_size] for x in noise) for i in range(0, count * batch_size, batch_size)]
+        return LogitRows(rows.values, place, counts=counts, settings=settings)
+    return SoftmaxRows(rows.values, place, counts, settings)

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 
 from .. import philox, rules
+from ..contract import Logits
 from ..definition import ACCEPT, RESIDUAL, REST, TARGET
 from ..rules.languages import numpy_language
 from . import clip, race, statistics
-from .lazy_rows import rows_of_logits
-from .rows import GROUP, LogitRows, ProbRows, Settings
+from .reduce import GROUP
+from .rows import Place, bad_prob, rows_of
 
 AT_ONCE = 1 << 18  # elements of target rows that are read before it is seen whether the next ones are needed
 
@@ -97,7 +98,7 @@ class _Positions:
         inputs, (B, columns) = self.inputs, self.drafted.shape
         j = np.arange(columns)
         u = philox.uniform(*philox.philox(self.seed[:, None], 0, ACCEPT, *philox.counter_row(self.offset[:, None], j)))
-        reads_rows = inputs.sampling or self.rule.statistics or solves_drafted(self.rule)
+        reads_rows = isinstance(inputs.target, Logits) or self.rule.statistics or solves_drafted(self.rule)
         stop, request, start = np.zeros(B, dtype=np.int64), np.arange(B), 0
         while len(request):
             end = min(columns, start + max(1, AT_ONCE // (inputs.vocab_size * len(request)))) if reads_rows else columns
@@ -115,13 +116,11 @@ class _Positions:
         drafted = n >= 0
         q_n = self.target.at(request, j, n)
         # A bonus token that is given has no row.
-        bad = self.bad[at] | self.target.bad_at(request, j, q_n) & (
-            (j < self.num_drafted[request]) | (inputs.bonus_token_ids is None)
-        )
+        bad = self.bad[at] | bad_prob(q_n) & ((j < self.num_drafted[request]) | (inputs.bonus_token_ids is None))
         p_n = np.ones_like(q_n)
         if self.draft is not None:
             p_n = self.draft.at(request, j, n)
-            bad |= self.draft.bad_at(request, j, p_n) & drafted
+            bad |= bad_prob(p_n) & drafted
         q_n, p_n = np.minimum(q_n, np.float32(1)), np.minimum(p_n, np.float32(1))
         asked = drafted
         if solves_drafted(self.rule):  # c is at least 1
@@ -248,7 +247,7 @@ def _spans(inputs):
     bad = np.zeros(B, dtype=bool)
     if inputs.row_map is not None:
         slot = _host(inputs.row_map)
-        bad = (slot < 0) | (slot >= len(inputs.draft))
+        bad = (slot < 0) | (slot >= len(inputs.draft.values))
     if inputs.cu_draft_tokens is None:
         return np.full(B, m), None, bad
     cu = _host(inputs.cu_draft_tokens)
@@ -270,35 +269,15 @@ def _drafted_tokens(inputs, first, num_drafted):
 
 
 def _target_rows(inputs, num_drafted, first):
-    rows, has_bonus = inputs.target, inputs.bonus_token_ids is None
-
-    def index(request, position):
-        if first is None:
-            return request, position.clip(max=rows.shape[1] - 1)
-        return ((first[request] + request * has_bonus + position).clip(max=len(rows) - 1),)
-
-    if inputs.sampling is None:
-        return ProbRows(rows, index)
-    counts = np.arange(inputs.max_draft_tokens + 1) < num_drafted[:, None] + has_bonus
-    return rows_of_logits(rows, index, counts, Settings.of(inputs.sampling, len(counts)))
+    has_bonus = inputs.bonus_token_ids is None
+    place = Place(first, has_bonus=has_bonus)
+    return rows_of(inputs.target, place, np.arange(inputs.max_draft_tokens + 1) < num_drafted[:, None] + has_bonus)
 
 
 def _draft_rows(inputs, n, first):
     """None where drafts are one-hot or there is none."""
-    rows = inputs.draft
-    if rows is None or not inputs.max_draft_tokens or 0 in rows.shape[:-1]:
+    draft = inputs.draft
+    if draft is None or not inputs.max_draft_tokens or 0 in draft.values.shape[:-1]:
         return None
-    row_map = None if inputs.row_map is None else _host(inputs.row_map).clip(0, len(rows) - 1)
-
-    def index(request, position):
-        if row_map is not None:
-            return row_map[request], position.clip(max=rows.shape[1] - 1)
-        if first is None:
-            return request, position.clip(max=rows.shape[1] - 1)
-        return ((first[request] + position).clip(max=len(rows) - 1),)
-
-    if inputs.draft_stats is not None:
-        return LogitRows(rows, index, _host(inputs.draft_stats.packed, np.float32), index)
-    if inputs.draft_sampling is None:
-        return ProbRows(rows, index)
-    return rows_of_logits(rows, index, n >= 0, Settings.of(inputs.draft_sampling, len(n)))
+    slots = None if inputs.row_map is None else _host(inputs.row_map).clip(0, len(draft.values) - 1)
+    return rows_of(draft, Place(None if slots is not None else first, slots=slots), n >= 0)

@@ -225,7 +225,7 @@ def clip_kernel(
 
 def compute(inputs, at=None):
     """fp32 [2, R]: b and c at the R rows of the target, 1 where not asked for. at: int32 [B], as in `clip_kernel`."""
-    target = inputs.target
+    target = inputs.target.values
     out = torch.ones((2, math.prod(target.shape[:-1])), dtype=torch.float32, device=target.device)
     what, index = inputs.rule.solves
     strength = dense(inputs.rule.strengths[index])

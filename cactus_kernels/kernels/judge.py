@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from .. import definition, rules
+from ..contract import Logits
 from .layout import dense, number, span_of
 from .race import stream_of, uniform
 from .row import is_bad, load_stats
@@ -167,13 +168,13 @@ def judge_arguments(inputs, target, draft, drafted, read):
     strengths = inputs.rule.strengths
     arguments = (
         target, draft, drafted, Given(tuple(map(dense, strengths)), read, dense(inputs.budget)), dense(inputs.seed),
-        dense(inputs.offset), 0 if draft.data is None else len(draft.data), inputs.target.shape[:-1].numel(),
+        dense(inputs.offset), 0 if draft.data is None else len(draft.data), inputs.target.values.shape[:-1].numel(),
         inputs.draft_token_ids.numel(), inputs.max_draft_tokens,
     )  # fmt: skip
     return arguments, {
         "H": jitted(inputs.rule.accept),
         "PER_REQUEST": sum(1 << k for k, s in enumerate(strengths) if isinstance(s, torch.Tensor)),
-        "STATS_GIVEN": inputs.draft_stats is not None,
+        "STATS_GIVEN": isinstance(inputs.draft, Logits) and inputs.draft.stats is not None,
         "READS": 0 if read is None else len(read),
         "BLOCK_M": triton.next_power_of_2(inputs.max_draft_tokens + 1),
     }
@@ -182,7 +183,7 @@ def judge_arguments(inputs, target, draft, drafted, read):
 def find_stops(inputs, target, draft, drafted):
     """int32 [B]: where each draft stops, by a rule that reads no rows for it."""
     arguments, constants = judge_arguments(inputs, target, draft, drafted, None)
-    stops = torch.empty(inputs.batch_size, dtype=torch.int32, device=inputs.target.device)
+    stops = torch.empty(inputs.batch_size, dtype=torch.int32, device=inputs.device)
     with torch.cuda.device_of(stops):
         stops_kernel[(inputs.batch_size,)](stops, *arguments, **constants, num_warps=1, enable_fp_fusion=False)
     return stops

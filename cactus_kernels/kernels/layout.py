@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..contract import Logits
 from .race import INTERPRETED
 
 
@@ -69,7 +70,7 @@ class Drafted(NamedTuple):
 
 def target_rows(inputs, stats=None) -> Rows:
     """Of checked `Inputs`. stats: fp32 [B, J, 8] of logits."""
-    flat, rows = inputs.cu_draft_tokens is not None, inputs.target
+    flat, rows = inputs.cu_draft_tokens is not None, inputs.target.values
     # Flat rows of a request start at cu_draft_tokens[request], in the target one further for each bonus row before it.
     by_request = 0 if flat and inputs.bonus_token_ids is not None else rows.stride(0)
     stats_strides = (0, 0) if stats is None else stats.stride()[:2]
@@ -77,11 +78,13 @@ def target_rows(inputs, stats=None) -> Rows:
 
 
 def draft_rows(inputs, stats=None) -> Rows:
-    """Of checked `Inputs`. stats: of logits; those of `inputs.draft_stats` lie as the rows do, others are [B, m, 8]."""
-    flat = inputs.cu_draft_tokens is not None and inputs.row_map is None
-    strides = (0, 0) if inputs.draft is None else row_strides(inputs.draft, flat)
-    stats_strides = (0, 0) if stats is None else row_strides(stats, flat and inputs.draft_stats is not None)
-    return Rows(inputs.draft, stats, *strides, *stats_strides, inputs.draft_vocab_size)
+    """Of checked `Inputs`. stats: of logits; those that came with them lie as the rows do, others are [B, m, 8]."""
+    flat, draft = inputs.cu_draft_tokens is not None and inputs.row_map is None, inputs.draft
+    if draft is None:
+        return Rows(None, None, 0, 0, 0, 0, inputs.draft_vocab_size)
+    given = isinstance(draft, Logits) and draft.stats is not None
+    stats_strides = (0, 0) if stats is None else row_strides(stats, flat and given)
+    return Rows(draft.values, stats, *row_strides(draft.values, flat), *stats_strides, inputs.draft_vocab_size)
 
 
 def drafted_tokens(inputs) -> Drafted:

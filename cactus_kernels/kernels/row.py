@@ -63,7 +63,7 @@ def _setting(settings, K: tl.constexpr, request, PER_REQUEST: tl.constexpr):
 
 @triton.jit
 def settings_of(settings, request, PER_REQUEST: tl.constexpr):
-    """temperature, top-k, top-p, min-p, 1 / T (0: greedy, as `host.rows.inverse_temperature`), and whether one is bad."""
+    """temperature, top-k, top-p, min-p, 1 / T (0: greedy, as `host.reduce.inverse_temperature`), and whether one is bad."""
     # The sum changes no value: without it, ptxas settles for 64 registers where a cut row is drawn from, and spills.
     temperature = _setting(settings, 0, request, PER_REQUEST) + 0.0
     top_k = _setting(settings, 1, request, PER_REQUEST)

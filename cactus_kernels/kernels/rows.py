@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .. import definition
+from ..contract import Logits
 from .cut import cut
 from .layout import dense, is_aligned, is_nvidia, lanes, packed_settings, row_strides, span_of
 from .race import CHUNK, ONE, row_at, stream_of
@@ -178,7 +179,7 @@ def row_stats(inputs, out, scratch=None, splits=None, num_warps=None):
     def run(scratch):
         # A row of its own for each request, as a target without drafts has.
         reduce_rows(
-            inputs.logits[:, None], None, None, None, 0, 0, inputs.sampling, None, out.stats.packed[:, None], scratch,
+            Logits(inputs.logits[:, None], inputs.sampling), None, None, None, 0, 0, out.stats.packed[:, None], scratch,
             has_bonus=True, seed=inputs.seed, offset=inputs.offset, token_ids=out.token_ids, probs=out.probs,
             entropy=inputs.entropy, splits=splits, num_warps=num_warps,
         )  # fmt: skip
@@ -187,13 +188,16 @@ def row_stats(inputs, out, scratch=None, splits=None, num_warps=None):
 
 
 def reduce_rows(
-    target, draft, cu_draft_tokens, row_map, num_tokens, max_draft_tokens, sampling, draft_sampling, stats, scratch, *,
+    target, draft, cu_draft_tokens, row_map, num_tokens, max_draft_tokens, stats, scratch, *,
     has_bonus, seed=None, offset=None, token_ids=None, probs=None, entropy=False, splits=None, num_warps=None,
 ):  # fmt: skip
     """Statistics of the target's rows, and of the draft's unless that is None, in one launch; with top-k or top-p two.
 
-    stats: fp32 [B, J, 8], J = max_draft_tokens + has_bonus target rows, then max_draft_tokens of the draft.
+    target, draft: `Logits` by a `Sampling`. stats: fp32 [B, J, 8], J = max_draft_tokens + has_bonus target rows, then
+    max_draft_tokens of the draft.
     """
+    sampling, draft_sampling = target.sampling, (draft or target).sampling
+    target, draft = target.values, None if draft is None else draft.values
     rows = [target] if draft is None else [target, draft]
     B, J = stats.shape[:2]
     num_warps = num_warps or ROW_WARPS
@@ -204,11 +208,11 @@ def reduce_rows(
     splits = max(min(splits or BLOCKS // (B * J), rounds), 1)
     share = triton.cdiv(rounds, splits) * num_warps
     settings, per_request = packed_settings(sampling)
-    draft_settings, draft_per_request = packed_settings(draft_sampling or sampling)
+    draft_settings, draft_per_request = packed_settings(draft_sampling)
     flat = cu_draft_tokens is not None
     strides = (*row_strides(target, flat), *((0, 0) if draft is None else row_strides(draft, flat and row_map is None)))
     strides += (*stats.stride()[:2], *((0, 0) if token_ids is None else (token_ids.stride(0), probs.stride(0))))
-    truncates = sampling.truncates or (draft is not None and (draft_sampling or sampling).truncates)
+    truncates = sampling.truncates or draft_sampling.truncates
     # Of rows that are read an entry at a time, the compiler would spill a value to get by with 80 registers, or 64 of a cut.
     reduces = {"maxnreg": 96} if is_nvidia() and not aligned and token_ids is None else {}
     cuts = {"maxnreg": 128} if is_nvidia() and not aligned else {}

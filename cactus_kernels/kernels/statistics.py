@@ -99,7 +99,7 @@ def compute(inputs):
     """fp32 [S, R], those that the rule of `inputs` names, of the R rows of the target; None without names."""
     if not inputs.rule.statistics:
         return None
-    target, names = inputs.target, inputs.rule.statistics
+    target, names = inputs.target.values, inputs.rule.statistics
     shape = len(names), math.prod(target.shape[:-1])
     out = torch.full(shape, float("nan"), dtype=torch.float32, device=target.device)
     N, m, V = inputs.draft_token_ids.numel(), inputs.max_draft_tokens, inputs.vocab_size

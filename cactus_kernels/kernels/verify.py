@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from .. import definition, rules
+from ..contract import Logits, Probs
 from ..sampling import COLUMNS, INVERSE_TEMPERATURE, RowStats
 from . import clip, statistics
 from .judge import find_stops, jitted, judge, judge_arguments
@@ -161,8 +162,8 @@ def verify(inputs, out, scratch, splits=None, num_warps=None):
         scratch: `new_scratch(at least B, device)`, or None: kept here. After a launch that raised, make it anew.
         splits, num_warps: override what is derived from the shapes. They change no result.
     """
-    device, B = inputs.target.device, inputs.batch_size
-    if inputs.sampling is not None:
+    device, B = inputs.device, inputs.batch_size
+    if isinstance(inputs.target, Logits):
         return _verify_logits(inputs, out, scratch, splits, num_warps)
     stats = None, None
     if scratch is not None:
@@ -180,7 +181,8 @@ def verify(inputs, out, scratch, splits=None, num_warps=None):
 def _verify_logits(inputs, out, scratch, splits, num_warps):
     """Reduce the rows of logits to statistics, then verify."""
     B, m, has_bonus = inputs.batch_size, inputs.max_draft_tokens, inputs.bonus_token_ids is None
-    reduced = inputs.draft if inputs.draft_sampling is not None and m else None
+    draft = inputs.draft if isinstance(inputs.draft, Logits) and m else None
+    reduced = draft if draft is not None and draft.sampling is not None else None
     J = m + has_bonus
     needs = {"batch_size": B, "vocab_size": max(inputs.vocab_size, inputs.draft_vocab_size), "rows": 2 * m + 1}
 
@@ -190,17 +192,16 @@ def _verify_logits(inputs, out, scratch, splits, num_warps):
         if rows:
             reduce_rows(
                 inputs.target, reduced, inputs.cu_draft_tokens, inputs.row_map, inputs.draft_token_ids.numel(), m,
-                inputs.sampling, inputs.draft_sampling, stats[:, :rows], scratch, has_bonus=has_bonus, splits=splits,
-                num_warps=num_warps,
+                stats[:, :rows], scratch, has_bonus=has_bonus, splits=splits, num_warps=num_warps,
             )  # fmt: skip
-        draft_stats = inputs.draft_stats.packed if inputs.draft_stats is not None else None
-        if reduced is not None:
-            draft_stats = stats[:, J:]
+        draft_stats = None
+        if draft is not None:
+            draft_stats = draft.stats if reduced is None else stats[:, J:]
         if not inputs.rule.reads_rows:
             return _launch(inputs, out, scratch.zeros, (stats, draft_stats), splits, num_warps)
-        written = replace(inputs, target=_written(inputs.target, stats[:, :J]), sampling=None, draft_stats=None)
-        if draft_stats is not None and m:
-            written = replace(written, draft=_written(inputs.draft, draft_stats), draft_sampling=None)
+        written = replace(inputs, target=_written(inputs.target.values, stats[:, :J]))
+        if draft is not None:
+            written = replace(written, draft=_written(draft.values, draft_stats))
         return _launch(written, out, scratch.zeros, (None, None), splits, num_warps)
 
     # Their rules read whole rows of probabilities: those are written first.
@@ -209,17 +210,17 @@ def _verify_logits(inputs, out, scratch, splits, num_warps):
             f"from logits on triton, {inputs.rule.name} takes the padded layout with bonus rows and no row_map: pass that, "
             "probabilities to `verify`, or backend='torch'"
         )
-    with_scratch(scratch, inputs.target.device, needs | {"entropy": False}, run)
+    with_scratch(scratch, inputs.device, needs | {"entropy": False}, run)
 
 
-def _written(logits, stats):
+def _written(logits, stats) -> Probs:
     """Rows of logits [B, J, V] as the probabilities that their statistics [B, J, 8] make of them, fp32."""
     stats = RowStats(stats)
     inverse = stats.packed[..., INVERSE_TEMPERATURE, None]
     weights = ((logits.float() - stats.max[..., None]) * inverse).exp_()
     weights = weights.masked_fill_(logits < stats.cutoff[..., None], 0)
     greedy = torch.arange(logits.shape[-1], dtype=torch.int64, device=logits.device) == stats.argmax[..., None]
-    return torch.where(inverse == 0, greedy.float(), weights).mul_(stats.norm[..., None])
+    return Probs(torch.where(inverse == 0, greedy.float(), weights).mul_(stats.norm[..., None]))
 
 
 def _read(inputs, target, draft, drafted):
@@ -254,7 +255,7 @@ def _launch(inputs, out, scratch, stats, splits, num_warps):
         *(spent.stride() if spent is not None else (0,)),
     )
     to = Out(out.token_ids, out.num_accepted, out.valid, spent, *strides)
-    with torch.cuda.device_of(inputs.target):
+    with torch.cuda.device_of(inputs.target.values):
         verify_kernel[inputs.batch_size, triton.cdiv(chunks, share)](
             to, scratch, *arguments, share, R=jitted(inputs.rule.recover), SUBTRACTS=inputs.rule.subtracts_draft,
             PICK_CHUNK=inputs.purposes[0], PICK_TOKEN=inputs.purposes[1], WARPS=num_warps, LANES=lanes(),

@@ -6,7 +6,6 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import Any, cast
 
 from .base import Rule
@@ -19,16 +18,14 @@ class Named:
     make: makes the rule from its strengths, each with a default; the first is what is meant by "the strength".
     frontier: strengths at which the frontier measures it; without any it is not measured, unless it has no strength.
     fuzzed: strengths that fuzzing chooses from, the odd ones among them, by their names.
+    default: the rule at its default strength.
     """
 
     name: str
     make: Callable[..., Rule]
     frontier: tuple[float, ...]
     fuzzed: Mapping[str, tuple]
-
-    @cached_property
-    def default(self) -> Rule:
-        return self.make()
+    default: Rule
 
     @property
     def strength(self) -> str | None:
@@ -52,7 +49,7 @@ def register(name: str, make: Callable[..., Rule], frontier=(), fuzzed: Mapping[
     """Let a rule be known by a name; see `Named`. Raises ValueError where another has it."""
     if name in RULES:
         raise ValueError(f"a rule is named {name!r} already")
-    RULES[name] = Named(name, make, tuple(frontier), fuzzed or {})
+    RULES[name] = Named(name, make, tuple(frontier), fuzzed or {}, make())
 
 
 def resolve_rule(rule) -> Rule:

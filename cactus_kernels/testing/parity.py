@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ..backends import choose_backend
-from ..contract import VerifyOutput
+from ..contract import Probs, VerifyOutput
 from ..rules import Rule
 from ..verification import verify
 from .fuzz import Case, describe
@@ -60,7 +60,7 @@ def run_case(case: Case, backend: str, device: torch.device | str = "cpu", **opt
 
 def to_device(value: Any, device: torch.device | str) -> Any:
     """A tensor on a device with the strides and the alignment it had, or a rule with its strength there."""
-    if isinstance(value, Rule) and is_dataclass(value):
+    if isinstance(value, (Rule, Probs)) and is_dataclass(value):
         return type(value)(*(to_device(getattr(value, field.name), device) for field in fields(value)))
     if not isinstance(value, torch.Tensor) or value.numel() == 0:
         return value.to(device) if isinstance(value, torch.Tensor) else value

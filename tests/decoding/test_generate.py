@@ -47,7 +47,7 @@ from cactus_kernels.decoding.drafters.drafts import DraftRows, Drafts
 from cactus_kernels.decoding.drafters.model import ModelDrafter
 from cactus_kernels.decoding.drafters.sampler import DraftSampler
 from cactus_kernels.decoding.verifier import Verifier
-from cactus_kernels.host import rows as host_rows
+from cactus_kernels.host import draw as host_draw
 
 
 def markov_law(table, context, length):
@@ -143,8 +143,8 @@ def without_advance(monkeypatch):
 
 
 def draft_words_for_verification(monkeypatch):
-    monkeypatch.setattr(host_rows, "DRAFT_CHUNK", definition.PICK_CHUNK)
-    monkeypatch.setattr(host_rows, "DRAFT_TOKEN", definition.PICK_TOKEN)
+    monkeypatch.setattr(host_draw, "DRAFT_CHUNK", definition.PICK_CHUNK)
+    monkeypatch.setattr(host_draw, "DRAFT_TOKEN", definition.PICK_TOKEN)
 
 
 def one_draft_word_a_round(monkeypatch):

@@ -6,7 +6,7 @@ import torch
 from support import exact
 
 from cactus_kernels import Mentored, Optimal, definition, verify
-from cactus_kernels.contract import Inputs
+from cactus_kernels.contract import Inputs, Probs
 from cactus_kernels.host import clip as host_clip
 from cactus_kernels.rules import SpS
 from cactus_kernels.rules.elementary import log_of_number, without_log
@@ -170,7 +170,7 @@ def test_the_kernel_gives_the_same_bits(rule, device):
         draft = torch.from_numpy(np.stack([p for p, _ in rows])).to(dtype)[:, None].to(device)
         target = torch.from_numpy(np.stack([q for _, q in rows])).to(dtype)[:, None, :V].repeat(1, 2, 1).to(device)
         ids, numbers = torch.zeros(B, 1, dtype=torch.int64, device=device), torch.arange(B, device=device)
-        inputs = Inputs(target, draft, ids, rule, numbers, numbers, None, 1, B)
+        inputs = Inputs(Probs(target), Probs(draft), ids, rule, numbers, numbers, None, 1, B)
         asked = torch.zeros(B, dtype=torch.int32, device=device)
         with np.errstate(all="ignore"):
             got = clip_triton.compute(inputs, at=asked).view(2, B, 2)[..., 0].cpu().numpy()

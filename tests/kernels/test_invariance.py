@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cactus_kernels import Cactus, VerifyOutput, rules
-from cactus_kernels.contract import Inputs
+from cactus_kernels.contract import Inputs, Probs
 from cactus_kernels.contract import inputs_of_rows as draw_inputs
 from cactus_kernels.host import verify as host_verify
 from cactus_kernels.rules import Rule, SpS
@@ -36,7 +36,7 @@ def batch(V=V, B=4, m=3, dtype=torch.float32, rule=None, seed=0):
     draft[2, 0] = target[2, 0] * 1.5
     target, draft = target.to(dtype), draft.to(dtype)
     seeds, offsets = torch.randint(-(2**62), 2**62, (2, B), generator=generator)
-    return Inputs(target, draft, ids, rule or SpS(), seeds, offsets, None, m, B)
+    return Inputs(Probs(target), Probs(draft), ids, rule or SpS(), seeds, offsets, None, m, B)
 
 
 def run(inputs, device="cpu", scratch=None, backend=verify_triton, **options):
@@ -65,7 +65,7 @@ def assert_same(expected, got):
 def test_the_batch_reaches_every_kind_of_draw():
     out = reference(batch())
     assert out.valid.all() and out.num_accepted[:3].tolist() == [3, 0, 0]
-    ids, draft, target = batch().draft_token_ids, batch().draft, batch().target
+    ids, draft, target = batch().draft_token_ids, batch().draft.values, batch().target.values
     assert (target[2, 0] <= draft[2, 0]).all() and out.token_ids[2, 0] != ids[2, 0]
 
 
@@ -120,7 +120,7 @@ def test_calls_take_turns_with_one_scratch(device):
     scratch = verify_triton.new_scratch(5, device)
     many, few, drawn = batch(V=9000), batch(V=1025, B=3, m=1, seed=1), draw_inputs(torch.rand(5, 2000) / 1000, 3, 0)
     bad = batch(V=9000, seed=2)
-    bad.target[1, 0, 4000] = bad.target[3, 1] = float("nan")
+    bad.target.values[1, 0, 4000] = bad.target.values[3, 1] = float("nan")
     expected = [reference(inputs) for inputs in (many, few, drawn, bad)]
     assert not expected[3].valid[1]
     for _ in range(2):
@@ -222,8 +222,8 @@ def test_strides_of_rows(layout, dtype, device):
         held[..., ahead : ahead + size] = rows
         return held[..., ahead : ahead + size]
 
-    other = replace(inputs, target=laid_out(inputs.target), draft=laid_out(inputs.draft))
-    assert other.target.stride() != inputs.target.stride()
+    other = replace(inputs, target=Probs(laid_out(inputs.target.values)), draft=Probs(laid_out(inputs.draft.values)))
+    assert other.target.values.stride() != inputs.target.values.stride()
     assert_same(reference(inputs), run(other, device))
 
 

@@ -8,7 +8,7 @@ from support.laws import DRAWS, emitted_tokens, p_value, pair
 
 from cactus_kernels import definition, law, philox
 from cactus_kernels.drawing import draw
-from cactus_kernels.host import rows as host_rows
+from cactus_kernels.host import reduce
 from cactus_kernels.rules import Cactus, SpS
 from cactus_kernels.verification import verify
 
@@ -253,4 +253,4 @@ def test_bad_input_to_the_law_is_refused(p, q, rule, says):
 
 def test_group_and_chunk_sizes_meet():
     """The law tests above reach every branch of the reference only while these hold."""
-    assert definition.CHUNK == 1024 and host_rows.GROUP >= definition.CHUNK
+    assert definition.CHUNK == 1024 and reduce.GROUP >= definition.CHUNK

@@ -9,7 +9,7 @@ import torch
 from transformers.generation import logits_process as hf
 
 from cactus_kernels import Cactus, RowStats, Sampling, definition, philox, row_stats, sample, verify_from_logits
-from cactus_kernels.host import rows as host_rows
+from cactus_kernels.host.rows import LogitRows, Place
 from support import exact
 
 NEAR = 1e-5
@@ -65,8 +65,7 @@ def fuzzed_row(rng):
 
 def probs_of(logits, stats):
     """Rows [R, V] as verification makes them of logits and statistics."""
-    index = lambda request, position: (request,)  # noqa: E731
-    rows = host_rows.LogitRows(logits, index, stats.packed.numpy(), index)
+    rows = LogitRows(logits[:, None], Place(), stats.packed.numpy()[:, None])
     return torch.cat([rows.whole(np.array([r]), np.array([0])) for r in range(len(logits))])
 
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from cactus_kernels import Cactus, RowStats, SampleOutput, Sampling, VerifyOutput, contract
-from cactus_kernels.contract import Inputs, RowInputs
+from cactus_kernels.contract import Inputs, Logits, Probs, RowInputs
 from cactus_kernels.rules import AdaptiveCactus, Mentored, Optimal, Rule, SpS, TopK, Typical, m
 
 TARGETS = {
@@ -122,6 +122,15 @@ class Fixed(Rule):
         return q
 
 
+def packed(target, draft, *others, sampling=None, draft_sampling=None, draft_stats=None, **named):
+    """`Inputs` of tensors: logits where there is a sampling."""
+    by = draft_sampling or draft_stats
+    return Inputs(
+        Logits(target, sampling) if sampling else Probs(target),
+        None if draft is None else Logits(draft, by) if by else Probs(draft), *others, **named,
+    )  # fmt: skip
+
+
 def ways():
     """Inputs of other kinds, by name: what the interpreter takes and the compiler may refuse."""
     numbers, few = torch.zeros(2, dtype=torch.int64), torch.tensor([0, 3, 3], dtype=torch.int32)
@@ -132,42 +141,42 @@ def ways():
     flat = padded | {"target": q.view(-1, V)[:5], "draft": p[0], "draft_token_ids": ids[0], "cu_draft_tokens": few}
     each = Sampling(torch.ones(2), torch.ones(2, dtype=torch.int32), torch.ones(2), torch.zeros(2))
     return {
-        "flat": Inputs(**flat),
-        "flat, one-hot, int64 sums, int32 ids": Inputs(
+        "flat": packed(**flat),
+        "flat, one-hot, int64 sums, int32 ids": packed(
             **flat | {"draft": None, "cu_draft_tokens": few.long(), "draft_token_ids": ids[0].int()}
         ),
-        "int seed and offset": Inputs(**padded | {"seed": 2**40, "offset": 1}),
-        "small int seed": Inputs(**padded | {"seed": 1, "offset": -(2**63)}),
-        "a strength for each request": Inputs(**padded | {"rule": Cactus(torch.ones(2))}),
-        "a rule of ones own": Inputs(**padded | {"rule": Mixture()}),
-        "the KL form": Inputs(**padded | {"rule": Cactus(0.5, "kl")}),
-        "a statistic": Inputs(**padded | {"rule": AdaptiveCactus(torch.ones(2))}),
-        "two statistics, flat": Inputs(**flat | {"rule": Typical()}),
-        "solved where rejected": Inputs(**padded | {"rule": Optimal(cap=torch.full((2,), 1.5))}),
-        "a budget": Inputs(**padded | {"rule": AdaptiveCactus(0.5), "budget": torch.ones(2).double()}),
-        "a budget, no strength": Inputs(**padded | {"rule": Fixed(), "budget": torch.ones(2).double()}),
-        "two dtypes and two sizes": Inputs(**padded | {"target": q[..., :50_000].bfloat16()}),
+        "int seed and offset": packed(**padded | {"seed": 2**40, "offset": 1}),
+        "small int seed": packed(**padded | {"seed": 1, "offset": -(2**63)}),
+        "a strength for each request": packed(**padded | {"rule": Cactus(torch.ones(2))}),
+        "a rule of ones own": packed(**padded | {"rule": Mixture()}),
+        "the KL form": packed(**padded | {"rule": Cactus(0.5, "kl")}),
+        "a statistic": packed(**padded | {"rule": AdaptiveCactus(torch.ones(2))}),
+        "two statistics, flat": packed(**flat | {"rule": Typical()}),
+        "solved where rejected": packed(**padded | {"rule": Optimal(cap=torch.full((2,), 1.5))}),
+        "a budget": packed(**padded | {"rule": AdaptiveCactus(0.5), "budget": torch.ones(2).double()}),
+        "a budget, no strength": packed(**padded | {"rule": Fixed(), "budget": torch.ones(2).double()}),
+        "two dtypes and two sizes": packed(**padded | {"target": q[..., :50_000].bfloat16()}),
         "no drafts": contract.inputs_of_rows(q[:, 0], 5, numbers),
-        "one token, one request": Inputs(
+        "one token, one request": packed(
             **padded | {"target": q[:1, :2, :1], "draft": p[:1, :1, :1], "draft_token_ids": ids[:1, :1]}
             | {"seed": numbers[:1], "offset": numbers[:1], "max_draft_tokens": 1, "batch_size": 1}
         ),
-        "64 drafts": Inputs(
+        "64 drafts": packed(
             **padded | {"target": torch.zeros(2, 65, 3000), "draft": torch.zeros(2, 64, 3000)}
             | {"draft_token_ids": torch.zeros(2, 64, dtype=torch.int64), "max_draft_tokens": 64}
         ),
-        "from logits, flat, settings for each request": Inputs(**flat | {"sampling": each, "draft_sampling": each}),
-        "from logits, probabilities of the draft by slot, bonus tokens given": Inputs(
+        "from logits, flat, settings for each request": packed(**flat | {"sampling": each, "draft_sampling": each}),
+        "from logits, probabilities of the draft by slot, bonus tokens given": packed(
             **padded | {"target": q[:, :3], "sampling": Sampling(0.0), "row_map": numbers, "bonus_token_ids": numbers}
         ),
-        "from logits, the draft's statistics given": Inputs(
+        "from logits, the draft's statistics given": packed(
             **flat | {"sampling": Sampling(), "draft_stats": RowStats(torch.zeros(3, 8))}
         ),
-        "from logits, as vLLM's model runner V1 has them": Inputs(
+        "from logits, as vLLM's model runner V1 has them": packed(
             **flat | {"target": q[0, :3], "draft_token_ids": ids[0].int(), "sampling": Sampling(torch.ones(2)), "offset": 0}
             | {"bonus_token_ids": numbers.int()}
         ),
-        "from logits, as vLLM's model runner V2 has them": Inputs(
+        "from logits, as vLLM's model runner V2 has them": packed(
             **flat | {"target": flat["target"].bfloat16(), "draft": p.bfloat16(), "sampling": Sampling(torch.ones(2))}
             | {"draft_sampling": Sampling(torch.ones(2)), "row_map": numbers.int()}
         ),
@@ -183,15 +192,15 @@ def cases(target):
             q, p = (torch.zeros(2, k, stride, dtype=dtype)[..., :V] for k in (5, 4))
             batch = q, p, torch.zeros(2, 4, dtype=torch.int64), Cactus(0.5), numbers, numbers, None, 4, 2
             name = f"{dtype_name}, {layout}"
-            found[f"probabilities, {name}"] = Inputs(*batch)
+            found[f"probabilities, {name}"] = packed(*batch)
             if layout == "odd, padded":
                 continue
             cut = Sampling(0.7, top_k=20, top_p=0.9, min_p=0.1)
-            found[f"logits, {name}"] = Inputs(*batch, sampling=cut, draft_sampling=cut)
+            found[f"logits, {name}"] = packed(*batch, sampling=cut, draft_sampling=cut)
             found[f"a draw, {name}"] = RowInputs(q[:, 0], cut, True, numbers, numbers)
             if dtype_name == "fp32":
                 for label, rule in RULES.items():
-                    found[f"{label}, {name}"] = Inputs(*batch[:3], rule, *batch[4:])
+                    found[f"{label}, {name}"] = packed(*batch[:3], rule, *batch[4:])
     return found | (ways() if target == "sm_90" else {})
 
 

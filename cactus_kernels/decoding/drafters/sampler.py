@@ -5,7 +5,8 @@ import torch
 from ... import definition
 from ...backends import choose_backend
 from ...drawing import sample
-from ...host import rows as host_rows
+from ...host import draw as host_draw
+from ...host.reduce import Settings
 from ...sampling import RowStats
 from .drafts import DraftRows
 
@@ -23,7 +24,7 @@ class DraftSampler:
         """seed: int64 [B]. count: most drafts of a round. sampling, backend: as in `sample`."""
         self.seed, self.sampling, self.count, self.backend = seed, sampling, count, backend
         self.in_torch, self.on_host = choose_backend(backend, seed.device) == "torch", seed.device.type == "cpu"
-        self.settings = host_rows.Settings.of(sampling, len(seed)) if self.in_torch else None
+        self.settings = Settings.of(sampling, len(seed)) if self.in_torch else None
         self.rows: torch.Tensor | None = None  # [B, count, V], probabilities or logits
 
     def start(self, offset, m):
@@ -43,9 +44,9 @@ class DraftSampler:
             return drawn.token_ids
         if j not in self.noise:
             ahead = max(1, min(self.m - j, WORDS_AHEAD // (B * (definition.num_chunks(V) + definition.CHUNK))))
-            self.noise = dict(enumerate(host_rows.draft_noise(self.seed, self.offset + j, B, V, ahead), j))
+            self.noise = dict(enumerate(host_draw.draft_noise(self.seed, self.offset + j, B, V, ahead), j))
         probs = rows if self.on_host else torch.empty((B, V), dtype=torch.float32, device="cpu")
-        token_ids = torch.from_numpy(host_rows.draw_from_probs(logits, self.settings, self.noise[j], probs))
+        token_ids = torch.from_numpy(host_draw.draw_from_probs(logits, self.settings, self.noise[j], probs))
         if self.on_host:
             return token_ids
         rows.copy_(probs)
