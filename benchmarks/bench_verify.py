@@ -29,7 +29,7 @@ from peers import LOGITS, PEERS, PROBS
 from rich.console import Console
 from verify_report import notes, plot, table
 
-from cactus_kernels import Cactus, RowStats, SpS, VerifyOutput, row_stats, verify, verify_from_logits
+from cactus_kernels import Cactus, RowStats, SpS, VerifyOutput, new_scratch, row_stats, verify, verify_from_logits
 from cactus_kernels.tools.environment import describe_environment
 from cactus_kernels.tools.files import check_writable, replacing
 from cactus_kernels.tools.frontier_report import check_plot
@@ -135,8 +135,6 @@ def _ours(case, ids, draft):
 
 def _own(case, device):
     """`out` and `scratch` of a call."""
-    from cactus_kernels.kernels import scratch as kernel_scratch
-    from cactus_kernels.kernels import verify as kernel_verify
 
     B, m = case.B, case.m
     out = VerifyOutput(
@@ -144,8 +142,8 @@ def _own(case, device):
         torch.empty(B, dtype=torch.bool, device=device),
     )  # fmt: skip
     if case.rows == PROBS:
-        return {"out": out, "scratch": kernel_verify.new_scratch(B, device)}
-    return {"out": out, "scratch": kernel_scratch.new_scratch(B, case.V, device, rows=2 * m + 1)}
+        return {"out": out, "scratch": new_scratch(B, case.V, device)}
+    return {"out": out, "scratch": new_scratch(B, case.V, device, rows=2 * m + 1)}
 
 
 def _own_bytes(case) -> int:

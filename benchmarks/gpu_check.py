@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from verify_report import notes, table
 
-from cactus_kernels import Cactus, SampleOutput, Sampling, VerifyOutput, sample, verify, verify_from_logits
+from cactus_kernels import Cactus, SampleOutput, Sampling, VerifyOutput, new_scratch, sample, verify, verify_from_logits
 from cactus_kernels.tools.environment import describe_environment
 from cactus_kernels.tools.files import check_writable, replacing
 
@@ -57,8 +57,6 @@ def captured(call):
 def replayed(device, capture, V, rounds) -> list[str]:
     """What differs, in words, between calls with `out` and scratch of their own as `capture` makes them, replayed on inputs that
     change in place, and the same calls made anew."""
-    from cactus_kernels.kernels import scratch as kernel_scratch
-    from cactus_kernels.kernels import verify as kernel_verify
 
     B, m = 3, 2
     generator = torch.Generator(device).manual_seed(0)
@@ -73,16 +71,16 @@ def replayed(device, capture, V, rounds) -> list[str]:
     )  # fmt: skip
     stream = {"seed": seed, "offset": offset, "backend": "triton"}
     calls = {
-        "verify": (lambda **own: verify(q, p, ids, Cactus(0.5), **stream, **own), kernel_verify.new_scratch(B, device)),
+        "verify": (lambda **own: verify(q, p, ids, Cactus(0.5), **stream, **own), new_scratch(B, V, device)),
         "verify_from_logits": (
             lambda **own: verify_from_logits(
                 logits, draft, ids, Cactus(0.5), sampling=settings, draft_sampling=Sampling(), **stream, **own
             ),
-            kernel_scratch.new_scratch(B, V, device, rows=2 * m + 1),
+            new_scratch(B, V, device, rows=2 * m + 1),
         ),
         "sample": (
             lambda **own: sample(logits[:, 0], sampling=settings, **stream, **own),
-            kernel_scratch.new_scratch(B, V, device),
+            new_scratch(B, V, device),
         ),
     }
     found = []

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .decoding.generate import SpeculativeOutput, custom_generate, speculative_generate
     from .decoding.stats import GenerationStats
     from .drawing import draw, row_stats, sample
+    from .kernels.scratch import new_scratch
     from .rules import (
         AdaptiveCactus,
         Cactus,
@@ -38,6 +39,7 @@ _HOMES = {
     "decoding.generate": ("SpeculativeOutput", "custom_generate", "speculative_generate"),
     "decoding.stats": ("GenerationStats",),
     "drawing": ("draw", "row_stats", "sample"),
+    "kernels.scratch": ("new_scratch",),
     "rules": (
         "AdaptiveCactus", "Cactus", "Capped", "Coupled", "Interpolation", "Lenience", "Mentored", "Optimal", "Rule",
         "SpS", "TopK", "Typical",
@@ -71,6 +73,7 @@ __all__ = [
     "draw",
     "embedded_pair",
     "law",
+    "new_scratch",
     "row_stats",
     "sample",
     "skip_layers",

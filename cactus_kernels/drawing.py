@@ -59,7 +59,7 @@ def sample(logits, *, seed, offset, sampling=None, entropy=False, out=None, scra
         entropy: whether the statistics hold it.
         out: a `SampleOutput` to write to; rows of `out.stats.packed` may have any stride, such as those of draft j in
             [B, m, 8].
-        scratch: `kernels.scratch.new_scratch(B, V, device, entropy=entropy)`, needed under a CUDA graph; None: kept here.
+        scratch: `new_scratch(B, V, device, entropy=entropy)`, needed under a CUDA graph; None: kept here.
         backend: as in `verify`.
 
     Raises:

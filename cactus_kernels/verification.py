@@ -67,7 +67,7 @@ def verify(
             log-likelihood ratio of a whole text to the target is at most what it had at the start (docs/rules.md). For rules
             that keep the target's proportions: SpS, Cactus, AdaptiveCactus, Capped, Interpolation. None: no budget.
         out: a `VerifyOutput` to write to; None: allocated.
-        scratch: `kernels.verify.new_scratch(B, device)`, needed under a CUDA graph; None: kept by the launcher. `Coupled` draws
+        scratch: `new_scratch(B, V, device)`, needed under a CUDA graph; None: kept by the launcher. `Coupled` draws
             from every row of the target: as many as those in place of B.
         backend: "triton", "torch", or None: triton on a GPU, torch elsewhere.
 
@@ -126,8 +126,8 @@ def verify_from_logits(
             target has no bonus rows, [B, m, V] or flat [N, V].
         row_map: int32 or int64 [B]: draft rows (and `draft_stats`) are [slots, K, V], K >= m, those of request b in slot
             row_map[b], whatever the layout of the rest.
-        scratch: `kernels.scratch.new_scratch(B, V, device, rows=2 * m + 1)`, needed under a CUDA graph; None: kept here.
-            With `Coupled`, `kernels.scratch.new_scratch(R, V, device)` for the R rows of the target.
+        scratch: `new_scratch(B, V, device, rows=2 * m + 1)`, needed under a CUDA graph; None: kept here.
+            With `Coupled`, `new_scratch(R, V, device)` for the R rows of the target.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `verify`; also both or neither of what excludes or needs each other.

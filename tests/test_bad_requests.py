@@ -88,8 +88,15 @@ def alike(case):
     return got
 
 
-@pytest.mark.parametrize("bonus", ["row", "given"])
-@pytest.mark.parametrize("flat", [False, True], ids=["padded", "flat"])
+@pytest.mark.parametrize(
+    ("bonus", "flat"),
+    [
+        pytest.param("row", False, id="row-padded", marks=pytest.mark.slow),
+        pytest.param("row", True, id="row-flat"),
+        pytest.param("given", False, id="given-padded"),
+        pytest.param("given", True, id="given-flat", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     ("draft", "mapped"),
     [

@@ -13,6 +13,7 @@ from cactus_kernels import (
     SampleOutput,
     Sampling,
     VerifyOutput,
+    new_scratch,
     ops,
     row_stats,
     sample,
@@ -23,7 +24,6 @@ from cactus_kernels import (
 triton = pytest.importorskip("triton")
 race_triton = pytest.importorskip("cactus_kernels.kernels.race")
 from cactus_kernels.kernels import rows as kernel_rows  # noqa: E402 (it needs triton)
-from cactus_kernels.kernels import scratch as kernel_scratch  # noqa: E402
 from cactus_kernels.kernels import verify as kernel_verify  # noqa: E402
 
 pytestmark = [
@@ -114,9 +114,9 @@ def test_no_memory_is_made_and_nothing_is_waited_for(truncated, launches):
     drawn = SampleOutput(torch.zeros(B, dtype=torch.int64), torch.zeros(B), RowStats(torch.zeros(B, 8)))
     probs = x.softmax(-1), d.softmax(-1)
     common = {"seed": seed, "offset": offset, "out": out, "backend": "triton"}
-    for_rows = kernel_scratch.new_scratch(B, V, "cpu")
-    for_probs = kernel_verify.new_scratch(B, "cpu")
-    for_logits = kernel_scratch.new_scratch(B, V, "cpu", rows=2 * m + 1)
+    for_rows = new_scratch(B, V, "cpu")
+    for_probs = new_scratch(B, V, "cpu")
+    for_logits = new_scratch(B, V, "cpu", rows=2 * m + 1)
 
     def calls():
         with NoAllocation():
@@ -146,14 +146,14 @@ def test_grids_depend_on_shapes_alone(launches, monkeypatch):
 def test_scratch_is_small():
     """Peak temporaries of B = 128, m = 4, V = 151,936 with the draft's statistics given: at most 1 MiB."""
     B, m, V = 128, 4, 151_936
-    scratch = kernel_scratch.new_scratch(B, V, "meta", rows=m + 1)
+    scratch = new_scratch(B, V, "meta", rows=m + 1)
     assert sum(t.numel() * t.element_size() for t in (scratch.zeros, scratch.words, scratch.stats)) <= 2**20
 
 
 def test_scratch_of_the_wrong_kind_or_size_is_refused():
     x, d, ids = batch()
     for scratch, error, says in (
-        (torch.zeros(2, 2), TypeError, "new_scratch"), (kernel_scratch.new_scratch(1, 50, "cpu", rows=7), ValueError, "too small")
+        (torch.zeros(2, 2), TypeError, "new_scratch"), (new_scratch(1, 50, "cpu", rows=7), ValueError, "too small")
     ):  # fmt: skip
         with pytest.raises(error, match=says):
             verify_from_logits(x, d, ids, "sps", seed=0, offset=0, scratch=scratch, backend="triton")

@@ -6,12 +6,12 @@ import torch
 
 from .. import definition, sampling
 
-_scratch = {}  # of launches over logits, by (device, stream)
+_scratch = {}  # the private one of each (device, stream)
 
 
 @dataclass(frozen=True)
 class Scratch:
-    """Working memory of launches over logits. One at a time may use it; after a launch that raised, make it anew.
+    """Working memory of launches. One at a time may use it; after a launch that raised, make it anew.
 
     Attributes:
         zeros: int64, 0 between launches.
@@ -25,7 +25,14 @@ class Scratch:
 
 
 def new_scratch(batch_size, vocab_size, device, rows=1, entropy=False) -> Scratch:
-    """Scratch for `batch_size` requests of up to `rows` rows each: 1 for `sample`, 2 m + 1 for `verify_from_logits`."""
+    """Working memory for calls of up to `batch_size` requests, needed under a CUDA graph only; one call at a time may use it.
+
+    Args:
+        vocab_size: the larger of both vocabularies.
+        rows: of logits for each request: 1 for `sample` and `row_stats`, 2 m + 1 for `verify_from_logits`; `verify` and `draw`
+            read none.
+        entropy: whether `sample` or `row_stats` is asked for it.
+    """
     count = batch_size * rows
     words = count * (3 if entropy else 2) * definition.num_chunks(vocab_size)
     return Scratch(
@@ -42,31 +49,20 @@ def with_scratch(scratch, device, needs, run):
     """
     if scratch is not None:
         if not isinstance(scratch, Scratch):
-            raise TypeError(f"scratch must be kernels.scratch.new_scratch(...), got {type(scratch).__name__}")
+            raise TypeError(f"scratch must be new_scratch(...), got {type(scratch).__name__}")
         if not _fits(scratch, needs):
-            raise ValueError(f"scratch is too small: make it with kernels.scratch.new_scratch and at least {needs}")
+            raise ValueError(f"scratch is too small: make it with new_scratch and at least {needs}")
         return run(scratch)
-    with_own(
-        _scratch, device, lambda own: _fits(own, needs), lambda: new_scratch(**needs, device=device), run,
-        "kernels.scratch.new_scratch(...)",
-    )  # fmt: skip
-
-
-def with_own(kept, device, fits, make, run, how):
-    """Call `run(scratch)` with what is kept for a device and its stream, or with new scratch; not kept if it raises.
-
-    kept: dict by device and stream. fits: whether what is there will do. how: what a caller makes it with.
-    """
     owner = device, None
     if device.type != "cpu":
         if torch.cuda.is_current_stream_capturing():
-            raise ValueError(f"a CUDA graph needs scratch of its own: pass scratch={how}")
+            raise ValueError("a CUDA graph needs scratch of its own: pass scratch=new_scratch(...)")
         owner = device, torch.cuda.current_stream(device).cuda_stream
-    scratch = kept.pop(owner, None)
-    if scratch is None or not fits(scratch):
-        scratch = make()
-    run(scratch)
-    kept[owner] = scratch  # after a launch that raised its words may be left anyhow
+    own = _scratch.pop(owner, None)
+    if own is None or not _fits(own, needs):
+        own = new_scratch(**needs, device=device)
+    run(own)
+    _scratch[owner] = own  # after a launch that raised its words may be left anyhow
 
 
 def _fits(scratch, needs):

@@ -22,7 +22,7 @@ from .race import BAD, CHUNK, LOWEST, ONE, race, row_at
 from .row import load_stats
 from .rows import BLOCKS, NUM_WARPS, reduce_rows
 from .scan import RESIDUAL, REST, SPLIT_CHUNKS, TARGET, chunk_weights, scan
-from .scratch import with_own, with_scratch
+from .scratch import with_scratch
 
 UNIT = tl.constexpr(rules.UNIT)
 
@@ -147,35 +147,19 @@ def verify_kernel(
         tl.store(to + stop * out.by_column, winner.to(out.token_ids.dtype.element_ty), mask=ok)
 
 
-_scratch = {}  # the private scratch words of each (device, stream)
-
-
-def new_scratch(batch_size, device):
-    """Scratch words for up to `batch_size` requests: int64 [B, 2], zero. One launch at a time may use them."""
-    return torch.zeros((batch_size, 2), dtype=torch.int64, device=device)
-
-
 def verify(inputs, out, scratch, splits=None, num_warps=None):
     """Write the tokens of `inputs` (checked `contract.Inputs`) to `out` (a `VerifyOutput`). Never waits for the device.
 
     Args:
-        scratch: `new_scratch(at least B, device)`, or None: kept here. After a launch that raised, make it anew.
+        scratch: of `new_scratch`, or None: kept here. After a launch that raised, make it anew.
         splits, num_warps: override what is derived from the shapes. They change no result.
     """
-    device, B = inputs.device, inputs.batch_size
     if isinstance(inputs.target, Logits):
         return _verify_logits(inputs, out, scratch, splits, num_warps)
-    stats = None, None
-    if scratch is not None:
-        if not isinstance(scratch, torch.Tensor) or scratch.dtype != torch.int64:
-            raise TypeError(f"scratch must be kernels.verify.new_scratch(B, device), got {_describe(scratch)}")
-        if scratch.dim() != 2 or len(scratch) < B or scratch.shape[1] != 2 or not scratch.is_contiguous():
-            raise ValueError(f"scratch must be contiguous, int64 [at least {B}, 2], got {_describe(scratch)}")
-        return _launch(inputs, out, scratch, stats, splits, num_warps)
-    with_own(
-        _scratch, device, lambda own: len(own) >= B, lambda: new_scratch(B, device),
-        lambda own: _launch(inputs, out, own, stats, splits, num_warps), f"verify_triton.new_scratch({B}, {device})",
-    )  # fmt: skip
+    needs = {"batch_size": inputs.batch_size, "vocab_size": inputs.vocab_size, "rows": 0, "entropy": False}
+    with_scratch(
+        scratch, inputs.device, needs, lambda own: _launch(inputs, out, own.zeros, (None, None), splits, num_warps)
+    )
 
 
 def _verify_logits(inputs, out, scratch, splits, num_warps):
@@ -262,7 +246,3 @@ def _launch(inputs, out, scratch, stats, splits, num_warps):
             STEP=lanes() * (8 if aligned else 4), VEC=16 // item if aligned else 1, **constants, num_warps=num_warps,
             enable_fp_fusion=False,
         )  # fmt: skip
-
-
-def _describe(x):
-    return f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__

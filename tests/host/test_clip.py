@@ -164,7 +164,7 @@ RULES = [Optimal(cap=1.2), Optimal(price=1.5), Optimal(price=1.0), Mentored(0.0)
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_the_kernel_gives_the_same_bits(rule, device):
     clip_triton = pytest.importorskip("cactus_kernels.kernels.clip")
-    for V, V_draft, dtype in ((3, 3, torch.float32), (1030, 1030, torch.bfloat16), (1500, 1501, torch.float32)):
+    for V, V_draft, dtype in ((3, 3, torch.float32), (1030, 1030, torch.bfloat16), (40, 41, torch.float32)):
         rows = pairs(V_draft, V).values()
         B = len(rows)
         draft = torch.from_numpy(np.stack([p for p, _ in rows])).to(dtype)[:, None].to(device)

@@ -154,7 +154,7 @@ def numbers(x):
 def calls():
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(2, 3, 1500, generator=generator)
-    for seed in (7, 11):
+    for seed in (7,):
         yield f"case {seed}", lambda seed=seed: run_case(fuzz_case(seed), "triton")
     for truncated in (False, True):
         case, _ = fuzzed_batch(np.random.default_rng(3), truncated)

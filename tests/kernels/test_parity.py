@@ -55,7 +55,7 @@ def test_the_fuzzed_cases_reach_every_branch():
     """What the cases above are made of, by the reference: a generator that lost a kind of case would test nothing."""
     seen = dict.fromkeys(("bonus", "recovered", "invalid", "accepted some", "no residual", "one-hot", "ended early"), 0)
     kinds = set()
-    for seed in range(CASES):
+    for seed in range(ALL_CASES):
         case = fuzz.fuzz_case(seed)
         out = parity.run_case(case, "torch")
         ids, draft, cu = case["draft_token_ids"], case["draft_probs"], case.get("cu_draft_tokens")
@@ -82,13 +82,13 @@ def test_the_fuzzed_cases_reach_every_branch():
 @pytest.mark.parametrize("dtype", fuzz.DTYPES, ids=str)
 def test_drawing_from_rows(V, dtype, device):
     generator = torch.Generator().manual_seed(V)
-    probs = torch.rand(6, V, generator=generator) ** 8
-    probs[4], probs[5, V // 2] = 0, float("nan")
+    probs = torch.rand(4, V, generator=generator) ** 8
+    probs[2], probs[3, V // 2] = 0, float("nan")
     probs = probs.to(dtype)
-    seed, offset = torch.arange(6) - 3, torch.tensor([0, 2**32 - 1, 2**32, -1, 5, 6])
+    seed, offset = torch.arange(4) - 2, torch.tensor([2**32 - 1, -1, 5, 6])
     expected = draw(probs, seed=seed, offset=offset, backend="torch")
     got = draw(probs.to(device), seed=seed.to(device), offset=offset.to(device), backend="triton")
-    assert expected.valid.tolist() == [True] * 4 + [False] * 2
+    assert expected.valid.tolist() == [True] * 2 + [False] * 2
     assert_same(expected, got)
 
 
@@ -252,7 +252,7 @@ def few_tokens(V):
 
 @INTERPRETED
 @pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
-@pytest.mark.parametrize("V", [2, 1023, 2049])
+@pytest.mark.parametrize("V", [2, 2049])
 def test_extreme_words(words, V, monkeypatch):
     """The same in both backends, inside the vocabulary, and never a token without weight."""
 

@@ -70,7 +70,7 @@ class Mutant(Rule):
 def test_a_wrong_recovery_is_caught(name):
     rule, brute_force = LAWS[name]
     p, q = pair(37)
-    tokens = emitted_tokens(p, q, Mutant(rule), draws_of(rule, DRAWS // 8))
+    tokens = emitted_tokens(p, q, Mutant(rule), draws_of(rule, DRAWS // 4))
     p, q = p.double().numpy(), q.double().numpy()
     expected = exact.emitted_by(p, q, *brute_force(p, q))
     never = np.bincount(tokens.numpy(), minlength=37)[expected == 0].any()
@@ -295,7 +295,7 @@ def test_coupled_emits_the_draws_of_the_target(device):
 
 def test_coupled_follows_the_target_though_it_shares_its_noise_with_the_draft():
     p, q = pair(37)
-    draws = DRAWS // 4
+    draws = DRAWS // 2
     ids = draw(p.expand(draws, 37), seed=3, offset=0).token_ids
     out = verify(q.expand(draws, 2, 37), p.expand(draws, 1, 37), ids, Coupled(), seed=3, offset=0)
     assert p_value(out.token_ids[:, 0], q.double().numpy()) > exact.FALSE_ALARM
@@ -362,7 +362,7 @@ def test_a_budget_caps_h_and_is_reported(rule):
     """One position at three budgets: the law with h_n <= q_n e^budget, in float64 by the rule's own body."""
     p, q = pair(37)
     p64, q64 = p.double(), q.double()
-    draws = DRAWS // 8
+    draws = DRAWS // 4
     stat = tuple(host_statistics.of_rows(name, q[None])[0].double() for name in rule.statistics) or None
     h = rule.accept(q64, p64, stat, *rule.strengths)
     spent = []

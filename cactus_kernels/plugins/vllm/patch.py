@@ -111,7 +111,7 @@ def parse_rule(settings):
         raise TypeError(f'{KEY} must be an object such as {{"rule": "cactus", "delta": 1.0}}, got {settings!r}')
     name, strengths = settings.get("rule", "cactus"), {k: v for k, v in settings.items() if k != "rule"}
     known = {name: rule for name, rule in rules.RULES.items() if not rule.default.reads_rows}
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise ValueError(f"{KEY}: vLLM's drafts are verified by one of the rules {', '.join(known)}, got {name!r}")
     strength = known[name].strength
     if not strengths.keys() <= {strength}:
