@@ -102,6 +102,11 @@ def as_strength(value):
     return value.float() if isinstance(value, torch.Tensor) else fp32(value)
 
 
+def one_strength(field):
+    """`Rule.strengths` of a rule whose one strength is a field of that name."""
+    return property(lambda self: (as_strength(getattr(self, field)),))
+
+
 def fp32(x: float) -> float:
     """The nearest number in fp32, in operations that torch.compile carries out while it traces."""
     if not math.isfinite(x):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .base import Rule, as_strength, check_strength
+from .base import Rule, check_strength, one_strength
 from .elementary import log, log_ratio
 from .languages import torch_language as m
 from .registry import register
@@ -113,6 +113,7 @@ class Cactus(Rule):
 
     keeps_proportions = True
     recover = staticmethod(proportional_recover)
+    strengths = one_strength("delta")
 
     def __post_init__(self):
         check_strength("delta", self.delta, meaning=" (0 is SpS)")
@@ -126,10 +127,6 @@ class Cactus(Rule):
     @property
     def accept(self):
         return cactus_accept if self.divergence == "taylor" else kl_accept
-
-    @property
-    def strengths(self) -> tuple:
-        return (as_strength(self.delta),)
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,6 +151,7 @@ class AdaptiveCactus(Rule):
     keeps_proportions = True
     accept = staticmethod(adaptive_accept)
     recover = staticmethod(proportional_recover)
+    strengths = one_strength("delta")
 
     def __post_init__(self):
         check_strength("delta", self.delta, meaning=" (0 is SpS)")
@@ -167,10 +165,6 @@ class AdaptiveCactus(Rule):
     @property
     def name(self) -> str:
         return "adaptive" if self.spend == "certain" else "adaptive-uncertain"
-
-    @property
-    def strengths(self) -> tuple:
-        return (as_strength(self.delta),)
 
 
 DELTAS = (1e-5, 1e-4, 1e-3, 0.01, 0.03, 0.1, 0.25, 0.5, 1.0)

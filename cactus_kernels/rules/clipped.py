@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .base import Rule, Solve, as_strength, check_strength
+from .base import Rule, Solve, as_strength, check_strength, one_strength
 from .languages import torch_language as m
 from .registry import register
 
@@ -64,13 +64,10 @@ class Interpolation(Rule):
     keeps_proportions = True
     accept = staticmethod(interpolation_accept)
     recover = staticmethod(target_recover)
+    strengths = one_strength("weight")
 
     def __post_init__(self):
         check_strength("weight", self.weight, most=1.0)
-
-    @property
-    def strengths(self) -> tuple:
-        return (as_strength(self.weight),)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,13 +94,10 @@ class Capped(Rule):
     keeps_proportions = True
     accept = staticmethod(capped_accept)
     recover = staticmethod(target_recover)
+    strengths = one_strength("cap")
 
     def __post_init__(self):
         check_strength("cap", self.cap, least=1.0, meaning=" (1 is SpS)")
-
-    @property
-    def strengths(self) -> tuple:
-        return (as_strength(self.cap),)
 
 
 def Lenience(lenience: float = 0.5) -> Capped:
@@ -188,13 +182,10 @@ class Mentored(Rule):
     solves = Solve("kl")
     accept = staticmethod(solved_accept)
     recover = staticmethod(solved_recover)
+    strengths = one_strength("kl")
 
     def __post_init__(self):
         check_strength("kl", self.kl, meaning=" (0 is SpS)")
-
-    @property
-    def strengths(self) -> tuple:
-        return (as_strength(self.kl),)
 
 
 CAPS = (1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .base import Rule, as_strength, check_strength
+from .base import Rule, as_strength, check_strength, one_strength
 from .elementary import exp
 from .languages import torch_language as m
 from .registry import register
@@ -102,15 +102,13 @@ class TopK(Rule):
     def statistics(self) -> tuple:
         return (("k-th largest", self.k),)
 
+    strengths = one_strength("k")
+
     def __post_init__(self):
         if isinstance(self.k, bool) or not isinstance(self.k, int):
             raise TypeError(f"k must be an int, got {self.k!r}")
         if not 1 <= self.k < 2**31:
             raise ValueError(f"k must be at least 1 and fit in 32 bits, got {self.k}")
-
-    @property
-    def strengths(self) -> tuple:
-        return (as_strength(self.k),)
 
 
 def _top_k(k=10):
