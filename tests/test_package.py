@@ -37,19 +37,22 @@ def test_verification_on_a_cpu_needs_torch_alone():
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
 
 
-def test_everything_works_without_triton():
-    """macOS and Windows: triton cannot be imported; the torch backend serves, and asking for triton says what to do."""
+@pytest.mark.parametrize("absent", [("triton",), ("transformers",), ("triton", "transformers")], ids=" and ".join)
+def test_verification_works_without(absent):
+    """macOS and Windows have no triton: the torch backend serves, and asking for triton says what to do."""
     done = python(
-        "import sys; sys.modules['triton'] = None\n"
+        f"import sys; sys.modules.update(dict.fromkeys({absent}))\n"
         "import torch, cactus_kernels as ck\n"
-        "q = torch.ones(2, 3, 5) / 5; p = torch.ones(2, 2, 5) / 5; ids = torch.zeros(2, 2, dtype=torch.int64)\n"
+        "x = torch.ones(2, 3, 5); q = x / 5; p = torch.ones(2, 2, 5) / 5; ids = torch.zeros(2, 2, dtype=torch.int64)\n"
         "print(ck.verify(q, p, ids, 'cactus', seed=0, offset=0).valid.all().item())\n"
-        "try: ck.verify(q, p, ids, 'cactus', seed=0, offset=0, backend='triton')\n"
-        "except RuntimeError as error: print(error)\n"
+        "print(ck.verify_from_logits(x, x[:, 1:], ids, 'top-k', seed=0, offset=0).valid.all().item())\n"
+        "print(ck.sample(x[:, 0], seed=0, offset=0).valid.all().item(), ck.law.acceptance(p[0], q[0, 1:], 'sps').tolist())\n"
+        "if 'triton' in sys.modules and sys.modules['triton'] is None:\n"
+        "    try: ck.verify(q, p, ids, 'cactus', seed=0, offset=0, backend='triton')\n"
+        "    except RuntimeError as error: print(error)\n"
     )
-    assert done.stdout.splitlines() == ["True", "triton is not installed: install it, or pass backend='torch'"], (
-        done.stderr
-    )
+    says = ["triton is not installed: install it, or pass backend='torch'"] * ("triton" in absent)
+    assert done.stdout.splitlines() == ["True", "True", "True [1.0, 1.0]", *says], done.stderr
 
 
 @pytest.mark.parametrize("name", cactus_kernels.__all__)
