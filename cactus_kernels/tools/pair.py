@@ -23,6 +23,7 @@ Model = Any  # a causal language model of transformers, whose own types do not k
 
 ASSETS = Path(__file__).parents[1] / "assets"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+VOCABULARIES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")  # files that tokenizers are in
 LOOKUP = "prompt lookup"  # what stands for the name of a draft model
 
 
@@ -153,7 +154,14 @@ def _load(loader: Any, name: str, **kwargs: Any) -> Any:
     try:
         return loader.from_pretrained(name, **kwargs)
     except (OSError, ValueError, ImportError) as error:
-        raise ValueError(f"cannot load {name!r}: {str(error).strip().splitlines()[0]}") from error
+        why = " ".join(str(error).split())
+        if (
+            loader is AutoTokenizer
+            and Path(name).is_dir()
+            and not any(next(Path(name).glob(f), None) for f in VOCABULARIES)
+        ):
+            why = "the directory holds no tokenizer: save it there, tokenizer.save_pretrained(directory)"
+        raise ValueError(f"cannot load {name!r}: {why}") from error
 
 
 def _keep_special_tokens_alone(model: Model, tokenizer: Tokenizer) -> None:

@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+from transformers import AutoTokenizer
 
 from cactus_kernels.cli import terminal
 from cactus_kernels.decoding.stats import GenerationStats
@@ -288,6 +289,21 @@ def test_bad_arguments_end_in_one_line(command, arguments, says):
 def test_another_tokenizer_is_refused(command, directories):
     code, _, err = command("generate", "--model", directories / "target", "--draft", directories / "other")
     assert code == 2 and err.count("\n") == 1 and "the draft has another tokenizer: 2 tokens differ" in err
+
+
+def test_a_directory_without_a_tokenizer(command, directories, tmp_path):
+    """What transformers says of it has several lines and speaks of sentencepiece; that of a damaged one is said as a whole."""
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((directories / "target" / name).read_bytes())
+    code, _, err = command("generate", "--model", tmp_path, "--draft", directories / "draft")
+    assert code == 2 and err.count("\n") == 1
+    assert err.endswith("the directory holds no tokenizer: save it there, tokenizer.save_pretrained(directory)\n")
+    (tmp_path / "tokenizer.model").write_text("none")
+    code, _, err = command("generate", "--model", tmp_path, "--draft", directories / "draft")
+    assert code == 2 and err.count("\n") == 1 and len(err.split(": ", 2)[2].split()) > 12
+    AutoTokenizer.from_pretrained(directories / "target").save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.model").unlink()
+    assert command("generate", *SHORT, "--model", tmp_path, "--draft", directories / "draft")[0] == 0
 
 
 def test_a_model_that_cannot_roll_back_is_refused(command, directories, monkeypatch):

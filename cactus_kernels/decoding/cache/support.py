@@ -57,6 +57,15 @@ def cache_keyword(model) -> str | None:
     return next((keyword for keyword in CACHE_KEYWORDS if keyword in parameters), None)
 
 
+def _sdpa_advice(model) -> str:
+    """How to have a model's attention take masks: transformers ignores a call that sets it for classes of the old kind."""
+    if not model._supports_sdpa:
+        return "its class has no other attention, use another model"
+    if not model._can_set_attn_implementation():
+        return 'load the model with attn_implementation="sdpa"'
+    return 'call model.set_attn_implementation("sdpa")'
+
+
 def _numbers_from_padding(model) -> bool:
     return any(
         name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None
@@ -92,14 +101,13 @@ def _check_attention(model):
     attention = config._attn_implementation
     if attention not in MASKS and not is_flash(attention):
         raise ValueError(
-            f"attention implementation {attention!r} takes no mask with a pattern for each row: "
-            f'call model.set_attn_implementation("sdpa"), or one of {", ".join(MASKS)}, flash_attention_2'
+            f"attention implementation {attention!r} takes no mask with a pattern for each row: {_sdpa_advice(model)}"
         )
     devices = set(getattr(model, "hf_device_map", {}).values()) - {"cpu", "disk"}
     if attention == "flex_attention" and len(devices) > 1:
         raise ValueError(
             f"the layers of {name} are on several devices ({', '.join(sorted(map(str, devices)))}), and a mask of flex "
-            f'attention stays on one: call model.set_attn_implementation("sdpa")'
+            f"attention stays on one: {_sdpa_advice(model)}"
         )
 
 
@@ -116,10 +124,7 @@ def _check_forward(model):
 def _check_masks(model):
     name, attention = type(model).__name__, model.config.get_text_config()._attn_implementation
     if attention == "eager" and any(b.dim() == 4 and b.shape[2] == b.shape[3] > 1 for b in model.buffers()):
-        raise ValueError(
-            f"{name} has a causal mask of its own by slot in eager attention: "
-            f'call model.set_attn_implementation("sdpa"), or use a model without one'
-        )
+        raise ValueError(f"{name} has a causal mask of its own by slot in eager attention: {_sdpa_advice(model)}")
 
 
 def _check_positions(model):
