@@ -49,7 +49,9 @@ def generate(
     ] = False,
     messages: Annotated[
         str | None,
-        typer.Option(help='Chat about a JSON file of messages, [{"role": ..., "content": ...}]; - is stdin.'),
+        typer.Option(
+            help='Chat about a JSON file of messages, [{"role": ..., "content": ...}], as the template has them; - is stdin.'
+        ),
     ] = None,
     system: Annotated[str | None, typer.Option(help="A system message before the --chat.")] = None,
     thinking: Annotated[
