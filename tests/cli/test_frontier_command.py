@@ -54,6 +54,13 @@ def test_table_files_and_recommendation(measure, tmp_path):
     assert [x.name for x in tmp_path.iterdir()] == ["f.json"]
 
 
+def test_the_table_on_a_narrow_terminal(measure, narrow):
+    lines = measure("--positions", 20)[1].splitlines()
+    assert max(map(len, lines[:40])) <= 40
+    at = lines.index("cactus 0.25")
+    assert [line.split()[0] for line in lines[at + 1 : at + 4]] == ["accept", "KL", "m"]
+
+
 @pytest.mark.parametrize("name", ["f.svg", "f.PNG"])
 def test_plot(measure, tmp_path, name):
     pytest.importorskip("matplotlib")

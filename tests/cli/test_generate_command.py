@@ -170,6 +170,23 @@ def test_compare_has_three_rows(generate):
     assert "lossy" not in generate(PROMPT, *SHORT, "--compare", "--delta", "0")
 
 
+def test_compare_on_a_narrow_terminal(generate, monkeypatch, narrow):
+    """Run by run, a figure a line: a table would have its words cut into syllables."""
+    plain = runs.Run("plain", "", [0] * 10, 1.0)
+    stats = GenerationStats("sps", [], None, None, 4, [4], [20], [6], [10], [[2] * 3 + [0]], 1.2, 0.6, 0.1)
+    ours = [runs.SpeculativeRun(rule, "", [0] * 10, 0.5, stats) for rule in ("sps", "cactus")]
+    monkeypatch.setattr(runs, "compare", lambda *_: (plain, ours))
+    lines = generate(PROMPT, *SHORT, "--compare").splitlines()
+    assert max(map(len, lines)) <= 40
+    assert [line.split() for line in lines if line and not line.startswith(" ")][:3] == [
+        ["plain"], ["sps"], ["cactus,", "delta", "1"],
+    ]  # fmt: skip
+    assert [line.split() for line in lines[7:14]] == [
+        ["sps"], ["tokens", "10"], ["seconds", "0.50"], ["tokens/s", "20.0"], ["tokens/forward", "2.50"],
+        ["accepted", "30", "%"], ["speed", "2.00x"],
+    ]  # fmt: skip
+
+
 def test_compare_in_json(generate):
     result = generate(PROMPT, *SHORT, "--compare", "--json")
     plain, sps, cactus = result["runs"]

@@ -26,10 +26,7 @@ def check(
     typer.echo(plan)
     with terminal.progress() as progress:
         report = selfcheck.run(plan, progress)
-    table = terminal.table("test", "size", "result")
-    for row in report.rows:
-        table.add_row(*row)
-    terminal.console().print(table)
+    terminal.print_table(("test", "size", "result"), report.rows)
     typer.echo(report.note)
     typer.echo("\n".join([f"failed: {failure}" for failure in report.failures] or ["ok"]))
     raise typer.Exit(1 if report.failures else 0)

@@ -76,9 +76,5 @@ def _check_files(json: str | None, plot: str | None) -> None:
 
 
 def _print(found: Frontier, heading: str) -> None:
-    table = terminal.table(*report.COLUMNS)
-    for row in report.rows(found):
-        table.add_row(*row)
-    console = terminal.console()
-    console.print(table)
-    console.print(f"\n{heading}. {report.notes(found)}\n")
+    terminal.print_table(report.COLUMNS, report.rows(found))
+    terminal.console().print(f"\n{heading}. {report.notes(found)}\n")
