@@ -10,6 +10,7 @@ import typer
 from ..tools import runs
 from ..tools.chat import Message, parse_messages, render
 from ..tools.pair import ModelPair
+from ..tools.settings import RunSettings
 from . import terminal
 
 END_OF_INPUT = "Ctrl-Z and Enter" if sys.platform == "win32" else "Ctrl-D"
@@ -67,7 +68,7 @@ class Question:
         return parse_messages(Path(name).read_text(encoding="utf-8"))
 
 
-def converse(pair: ModelPair, settings: runs.RunSettings, turns: list[Message], thinking: bool | None) -> None:
+def converse(pair: ModelPair, settings: RunSettings, turns: list[Message], thinking: bool | None) -> None:
     """A conversation after `turns`: a line from stdin is a message, the end of stdin its end.
 
     An interrupt (Ctrl-C) stops an answer, of which the conversation keeps what was written; at the prompt it is raised.

@@ -101,6 +101,8 @@ def print_run(run: "SpeculativeRun", settings: dict[str, Any]) -> None:
     caches = f"caches {_megabytes(stats.target_cache_bytes + stats.draft_cache_bytes)}"
     peak = "" if stats.peak_memory_bytes is None else f"; at most {_megabytes(stats.peak_memory_bytes)} in all"
     rows["memory"] = f"{caches}{peak}"
+    if stats.budget is not None and stats.spent is not None:
+        rows["budget"] = f"{stats.spent[0]:.2f} of {stats.budget[0]:g} nats"
     rows["models"] = models(settings)
     if not settings["greedy"]:
         rows["seed"] = str(settings["seed"])

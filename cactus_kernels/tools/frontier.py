@@ -29,7 +29,8 @@ from ..rules import (
     given,
 )
 from .pair import ASSETS, Model, ModelPair
-from .runs import RunSettings, run_plain
+from .runs import run_plain
+from .settings import RunSettings
 
 MAX_DRAFTED = 16  # tokens a forward are given for 1 .. 16 drafted ones
 ELEMENTS = 1 << 18  # row elements handled at once: enough to amortise an operation, few enough for the cache

@@ -1,5 +1,6 @@
 """`cactus-kernels generate` as a person meets it: text, tables, JSON, and one clear line for everything that is wrong."""
 
+import inspect
 import json
 import sys
 
@@ -12,8 +13,10 @@ from transformers import AutoTokenizer
 
 from cactus_kernels.cli import terminal
 from cactus_kernels.decoding.stats import GenerationStats
+from cactus_kernels.rules import RULES, strength_name
 from cactus_kernels.tools import runs
 from cactus_kernels.tools.pair import embedded_pair
+from cactus_kernels.tools.settings import RunSettings, make_rule, name_rule
 
 SHORT = ["--max-new-tokens", "24", "--seed", "1"]
 PROMPT = "Question: A farmer has 7 hens."
@@ -101,11 +104,54 @@ def test_the_strength_of_a_rule(generate):
     assert (by_delta["settings"]["delta"], by_delta["settings"]["strength"]) == (0.1, 0.1)
     lossless = generate(*quick, "--json", "--rule", "sps")
     assert lossless["settings"]["strength"] is None and lossless["settings"]["delta"] is None
-    for rule, name in (("capped", "capped"), ("lenience", "capped"), ("optimal-cap", "optimal-cap")):
+    for rule in ("capped", "lenience", "optimal-cap"):
         run = generate(*quick, "--json", "--rule", rule, "--strength", 1)
-        assert [run["settings"][k] for k in ("rule", "strength", "delta")] == [name, 1, None]
+        assert [run["settings"][k] for k in ("rule", "strength", "delta")] == [rule, 1, None]
         assert run["token_ids"] == lossless["token_ids"]
     assert "capped, strength 1.5" in generate(*quick, "--rule", "capped", "--strength", 1.5)
+
+
+def test_a_rule_is_reported_as_it_was_given(generate):
+    """Lenience is `Capped(1 / lenience)`."""
+    quick = (PROMPT, "--max-new-tokens", "12", "--seed", "1", "--rule")
+    capped = generate(*quick, "capped", "--strength", 4, "--json")
+    run = generate(*quick, "lenience", "--strength", 0.25, "--json")
+    assert run["token_ids"] == capped["token_ids"]
+    assert [run["settings"][k] for k in ("rule", "strength", "delta")] == ["lenience", 0.25, None]
+    assert (run["decoding"], run["stats"]["rule"], run["stats"]["strengths"]) == ("lenience", "lenience", [0.25])
+    assert "lenience, strength 0.5\n" in generate(*quick, "lenience")
+    assert "cactus-kl, delta 0.5\n" in generate(*quick, "cactus-kl", "--delta", 0.5)
+    for name in set(RULES) - {"sps", "coupled"}:
+        rule = make_rule(name)
+        reported = name_rule(name, None) or (rule.name, RunSettings(rule, 1).to_dict()["strength"])
+        assert reported == (name, inspect.signature(RULES[name]).parameters[strength_name(name)].default)
+
+
+def test_a_budget(generate):
+    run = generate(PROMPT, *SHORT, "--json", "--budget", 0.5)
+    assert run["settings"]["budget"] == run["stats"]["budget"][0] == 0.5 and 0 < run["stats"]["spent"][0] <= 0.5
+    assert f"budget           {run['stats']['spent'][0]:.2f} of 0.5 nats\n" in generate(PROMPT, *SHORT, "--budget", 0.5)
+    sps = generate(PROMPT, *SHORT, "--json", "--rule", "sps")
+    assert generate(PROMPT, *SHORT, "--json", "--budget", 0)["token_ids"] == sps["token_ids"] != run["token_ids"]
+    assert "budget" not in generate(PROMPT, "--max-new-tokens", "2")
+
+
+def test_texts_to_stop_at(generate):
+    whole = generate(PROMPT, "--greedy", "--max-new-tokens", "24", "--json")
+    ends = sorted(whole["text"].split()[3:5], key=whole["text"].index)
+    for stop in (ends[:1], ends[::-1]):
+        given = [x for text in stop for x in ("--stop", text)]
+        run = generate(PROMPT, "--greedy", "--max-new-tokens", "24", "--json", *given)
+        n = run["tokens"]
+        assert run["token_ids"] == whole["token_ids"][:n] and ends[0] in run["text"] and run["settings"]["stop"] == stop
+        assert run["text"].index(ends[0]) == whole["text"].index(ends[0]) and len(run["text"]) < len(whole["text"]) / 2
+
+
+def test_the_drafts_temperature(generate):
+    quick = (PROMPT, *SHORT, "--json", "--rule", "sps", "--temperature", 1)
+    results = [generate(*quick, *given) for given in ([], ["--draft-temperature", 1], ["--draft-temperature", 0.2])]
+    assert results[0]["token_ids"] == results[1]["token_ids"] != results[2]["token_ids"]
+    assert results[2]["settings"]["draft_temperature"] == 0.2
 
 
 def test_one_token_drafts_nothing(generate):
@@ -156,6 +202,7 @@ def test_truncation_when_asked_for(generate):
     greedy = generate(PROMPT, "--greedy", "--max-new-tokens", "24", "--json")["token_ids"]
     assert generate(PROMPT, *SHORT, "--json", "--top-k", "1")["token_ids"] == greedy
     assert generate(PROMPT, *SHORT, "--json", "--top-p", "1e-6")["token_ids"] == greedy
+    assert generate(PROMPT, *SHORT, "--json", "--min-p", "1")["token_ids"] == greedy
     assert generate(PROMPT, *SHORT, "--json", "--temperature", "1e-4")["token_ids"] == greedy
 
 
@@ -276,12 +323,28 @@ def fake_run():
         (["--top-p", "0"], "top-p must be above 0"),
         (["--top-p", "1.5"], "top-p must be above 0 and at most 1"),
         (["--top-p", "nan"], "top-p must be above 0"),
+        (["--min-p", "-0.1"], "min-p must be in [0, 1] (0 keeps every token), got -0.1"),
+        (["--min-p", "nan"], "min-p must be in [0, 1]"),
+        (["--draft-temperature", "-1"], "draft-temperature must be finite and at least 0 (0: greedy drafts), got -1.0"),
+        (["--draft-temperature", "1", "--prompt-lookup-num-tokens", "3"], "prompt lookup has none: leave it out"),
+        (["--budget", "-1"], "budget must be finite and at least 0 nats (0 is lossless), got -1.0"),
+        (["--budget", "inf"], "budget must be finite"),
+        (
+            ["--budget", "1", "--rule", "typical"],
+            "a budget needs a rule that keeps the target's proportions, got typical",
+        ),
+        (["--stop", ""], "--stop is empty: give a text to stop at"),
+        (["--stop", "x", "--compare"], "--compare goes on past the end of a text: leave out --stop"),
+        (["--greedy", "--budget", "1", "--draft-temperature", "1"], "leave out --draft-temperature and --budget"),
+        (["--greedy", "--min-p", "0.1"], "--greedy does not sample: leave out --min-p"),
         (["--seed", str(2**63)], "seed must fit in 64 bits"),
         (["--greedy", "--temperature", "0.5"], "--greedy does not sample: leave out --temperature"),
         (["--greedy", "--rule", "sps", "--top-k", "5"], "leave out --top-k and --rule"),
         (["--compare", "--rule", "sps"], "--compare runs both rules"),
         (["--backend", "cuda"], "backend must be 'triton', 'torch' or None, got 'cuda'"),
         (["--device", "tpu"], "device must be cpu, cuda"),
+        (["--device", "mps"], "device mps is not supported: use --device cpu"),
+        (["--device", "mps:0"], "device mps:0 is not supported: use --device cpu"),
         (["--device", "cuda:99"], "device cuda:99 is not there"),
         (["--dtype", "int8"], "dtype must be one of auto, float32, bfloat16, float16, got 'int8'"),
         (["--model", "."], "--model needs --draft"),

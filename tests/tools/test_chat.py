@@ -11,6 +11,7 @@ from support.families import END_OF_TURN, FAMILIES, RENDERED, TURNS, save_checkp
 
 from cactus_kernels.tools import chat, runs
 from cactus_kernels.tools.pair import end_answers, load_pair
+from cactus_kernels.tools.settings import RunSettings, make_rule
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +151,7 @@ def test_every_end_ends_an_answer(family, checkpoints):
     end_answers(pair)
     named = {*FAMILIES[family][3], END_OF_TURN[family]}
     assert set(pair.model.generation_config.eos_token_id) == set(tokenizer.convert_tokens_to_ids(list(named)))
-    settings = runs.RunSettings(rule=runs.make_rule("sps", None), seed=1, max_new_tokens=20)
+    settings = RunSettings(rule=make_rule("sps", None), seed=1, max_new_tokens=20)
     ids = runs.encode(pair, RENDERED[family], settings, add_special_tokens=False)
     for end in named:
         for model in pair.models:

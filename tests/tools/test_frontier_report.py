@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 from cactus_kernels.rules import given
 from cactus_kernels.tools.frontier import CURVES, Frontier, Point
 from cactus_kernels.tools.frontier_report import Goal
-from cactus_kernels.tools.runs import make_rule
+from cactus_kernels.tools.settings import make_rule
 
 
 def point(rule, acceptance, kl):

@@ -13,6 +13,7 @@ from ...tools import runs
 from ...tools.chat import Message, render
 from ...tools.environment import find_device
 from ...tools.pair import ModelPair, end_answers, find_dtype, load_pair
+from ...tools.settings import Backend, RunSettings, make_rule, name_rule
 from .. import libraries, terminal
 from ..conversation import Question, converse
 from ..failure import Failure
@@ -25,7 +26,7 @@ class Task:
     """What is to be decoded: the prompt as text and as ids [1, P], and the messages that it was made of, if it was."""
 
     pair: ModelPair
-    settings: runs.RunSettings
+    settings: RunSettings
     messages: list[Message] | None
     text: str
     ids: torch.Tensor
@@ -80,6 +81,22 @@ def generate(
     top_p: Annotated[
         float | None, typer.Option(help="Above 0 and at most 1, which keeps every token.", show_default="1.0")
     ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Keep tokens this times as likely as the likeliest; 0 keeps every token.", show_default="0.0"
+        ),
+    ] = None,
+    draft_temperature: Annotated[
+        float | None,
+        typer.Option(help="Of the draft alone, at least 0; 0 drafts the likeliest tokens.", show_default="temperature"),
+    ] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Nats that the text may stray from the target in all; 0 is lossless.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End the text where it has this in it; may be given several times.")
+    ] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="Take the most likely tokens: no sampling.")] = False,
     seed: Annotated[int | None, typer.Option(help="Repeats a run.", show_default="random, and printed")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Time plain decoding, SpS and Cactus instead.")] = False,
@@ -90,25 +107,31 @@ def generate(
         str | None, typer.Option(help="triton or torch.", show_default="triton on a GPU, else torch")
     ] = None,
 ) -> None:
-    sampling = _given(temperature=temperature, top_k=top_k, top_p=top_p)
+    sampling = _given(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    of_drafts = _given(draft_temperature=draft_temperature, budget=budget)
     question = Question(prompt, chat, messages, system, thinking)
     if greedy:
-        _refuse_sampling([*sampling, *_given(rule=rule, strength=strength, delta=delta)])
+        _refuse_sampling([*sampling, *of_drafts, *_given(rule=rule, strength=strength, delta=delta)])
     if compare and rule is not None:
         raise Failure("--compare runs both rules: leave out --rule", 2)
+    if compare and stop:
+        raise Failure("--compare goes on past the end of a text: leave out --stop", 2)
     if question.opens_conversation and (compare or json):
         raise Failure("--compare and --json take one message: give it as the prompt", 2)
     with terminal.status("loading"), one_line(2, *ARGUMENT_ERRORS):
         libraries.silence()
-        settings = runs.RunSettings(
-            rule=runs.make_rule("cactus" if rule is None else rule, strength, delta),
+        settings = RunSettings(
+            rule=make_rule("cactus" if rule is None else rule, strength, delta),
+            named=None if rule is None else name_rule(rule, strength),
             seed=randbits(32) if seed is None else seed,
             num_assistant_tokens=num_assistant_tokens,
             prompt_lookup_num_tokens=prompt_lookup_num_tokens,
             max_new_tokens=max_new_tokens,
             greedy=greedy,
-            backend=cast(runs.Backend, backend),  # `_prepare` checks it
+            backend=cast(Backend, backend),  # `_prepare` checks it
+            stop=tuple(stop or ()),
             **sampling,
+            **of_drafts,
         )
         task = _prepare(question, settings, Source(model, draft, dtype, find_device(device)))
     if compare:
@@ -141,7 +164,7 @@ def _refuse_sampling(given: list[str]) -> None:
         raise Failure(f"--greedy does not sample: leave out {options}", 2)
 
 
-def _prepare(question: Question, settings: runs.RunSettings, source: Source) -> Task:
+def _prepare(question: Question, settings: RunSettings, source: Source) -> Task:
     """What can be checked before models are loaded is."""
     choose_backend(settings.backend, source.device)
     text = question.read_prompt()
