@@ -107,6 +107,7 @@ class MeasurementSettings:
 class Point:
     """A rule at one strength: means over all positions, in nats; infinite where one of them is.
 
+    acceptance_error, kl_error: standard errors of two of them, as if positions were independent; NaN of one position.
     rule, name: as it is written in Python, and what `resolve_rule` knows it by.
     tokens_per_forward: for 1 .. 16 drafted tokens, along the text: a draft of m tokens from position i gives
         1 + a_i + a_i a_(i+1) + ... + a_i ... a_(i+m-1), with a the acceptances. None where no document is that long.
@@ -119,7 +120,9 @@ class Point:
     name: str
     strength: float | None
     acceptance: float
+    acceptance_error: float
     kl: float
+    kl_error: float
     kl_reverse: float
     total_variation: float
     chi_square: float
@@ -287,10 +290,12 @@ def _summary(curves: Curves, done: list[Chunk], complete: bool) -> Frontier:
                 rule.name,
                 next(iter(given(rule).values()), None),
                 **dict(zip(MEANS, means, strict=True)),
+                acceptance_error=_standard_error(of_rule[0]),
+                kl_error=_standard_error(of_rule[1]),
                 tokens_per_forward=_tokens_per_forward(of_rule[0].split(lengths)),
                 nll=nll.mean().item(),
                 nll_gain=gain.mean().item(),
-                nll_gain_error=gain.std().item() / math.sqrt(len(gain)) if len(gain) > 1 else math.nan,
+                nll_gain_error=_standard_error(gain),
                 nll_interpolation=None if w is None else -(w * q + (1 - w) * p).log().mean().item(),
             )
         )
@@ -304,6 +309,11 @@ def _summary(curves: Curves, done: list[Chunk], complete: bool) -> Frontier:
         target_nll=-q.log().mean().item(),
         draft_nll=-p.log().mean().item(),
     )
+
+
+def _standard_error(values: torch.Tensor) -> float:
+    """Of the mean of independent values; NaN if there is one alone, or an infinite one."""
+    return values.std().item() / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def _tokens_per_forward(acceptances: Sequence[torch.Tensor]) -> list[float | None]:

@@ -49,8 +49,11 @@ def test_table_files_and_recommendation(measure, tmp_path):
     cactus = value["points"][1]
     assert f"{cactus['acceptance']:.3f}" in out and f"{cactus['kl']:.3f}" in out
     within = max((p for p in value["points"] if p["kl"] <= 0.2), key=lambda p: p["acceptance"])
-    assert out.splitlines()[-1].startswith("For a mean KL of at most 0.2: " + within["rule"])
-    assert out.splitlines()[-1].endswith(f"in generate: --rule {within['name']} --strength {within['strength']}")
+    answer, caveat = out.splitlines()[-2:]
+    assert answer.startswith("For a mean KL of at most 0.2: " + within["rule"])
+    assert caveat.startswith("Uncertain, from 60 positions: ")
+    assert f"{within['acceptance_error']:.3f} of the acceptance and {within['kl_error']:.4f} of the KL" in caveat
+    assert answer.endswith(f"in generate: --rule {within['name']} --strength {within['strength']}")
     assert [x.name for x in tmp_path.iterdir()] == ["f.json"]
 
 

@@ -98,6 +98,9 @@ def test_figures_are_those_of_laws_worked_out_anew(pair, documents, sampling, mo
         laws = np.array(laws)
         assert point.acceptance == pytest.approx(np.mean(accepted), rel=1e-5)
         assert point.kl == pytest.approx(np.mean([exact.kl(*x) for x in zip(laws, q, strict=True)]), rel=1e-4, abs=1e-9)
+        assert point.acceptance_error == pytest.approx(np.std(accepted, ddof=1) / 5, rel=1e-4, abs=1e-9)
+        kls = [exact.kl(*x) for x in zip(laws, q, strict=True)]
+        assert point.kl_error == pytest.approx(np.std(kls, ddof=1) / 5, rel=1e-3, abs=1e-9)
         assert point.total_variation == pytest.approx(abs(laws - q).sum(1).mean() / 2, rel=1e-4, abs=1e-9)
         with np.errstate(divide="ignore"):
             losses = -np.log(laws[at, tokens])[scored]
