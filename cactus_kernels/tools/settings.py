@@ -98,7 +98,9 @@ class RunSettings:
         """Those of `generate` and `speculative_generate`."""
         keywords: dict[str, Any] = {"do_sample": not self.greedy, "max_new_tokens": self.max_new_tokens}
         if not self.greedy:
-            keywords |= {name: getattr(self, name) for name in SAMPLING}
+            keywords |= {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+            if self.min_p:  # else transformers sorts each row for nothing
+                keywords["min_p"] = self.min_p
         if self.stop:
             keywords |= {"stop_strings": list(self.stop), "tokenizer": tokenizer}
         return keywords

@@ -9,8 +9,9 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cactus_kernels import speculative_generate
 from cactus_kernels.cli import terminal
 from cactus_kernels.decoding.stats import GenerationStats
 from cactus_kernels.rules import RULES, strength_name
@@ -92,7 +93,7 @@ def test_json_holds_the_run(generate, pair):
     assert result["tokens_per_second"] == pytest.approx(result["tokens"] / result["seconds"])
     assert stats["target_forwards"] == len(stats["accepted_lengths"][0]) and max(stats["accepted_lengths"][0]) <= 3
     assert (settings["rule"], settings["delta"], settings["num_assistant_tokens"]) == ("cactus", 0.25, 3)
-    assert (settings["temperature"], settings["top_k"], settings["top_p"]) == (1.0, 0, 1.0)
+    assert (settings["temperature"], settings["top_k"], settings["top_p"]) == (0.6, 20, 0.95)
     assert (settings["device"], settings["dtype"], settings["seed"]) == ("cpu", "float32", 1)
 
 
@@ -190,11 +191,39 @@ def test_without_a_prompt_there_is_one(generate):
     assert generate(*SHORT).startswith(runs.DEFAULT_PROMPT)
 
 
-def test_checkpoints_sample_by_the_command_not_by_their_own_settings(generate, directories):
-    """The directories hold the embedded pair with top_k = 1 and a repetition penalty."""
-    mine = generate(PROMPT, *SHORT, "--json", "--model", directories / "target", "--draft", directories / "draft")
-    assert mine["token_ids"] == generate(PROMPT, *SHORT, "--json")["token_ids"]
-    assert mine["settings"]["model"] == str(directories / "target")
+def test_sampling_is_the_models_own_as_in_generate(generate, directories, pair):
+    """The embedded pair's that of the paper; the directories hold it with top_k = 1 (and a penalty, which does not count)."""
+    model, assistant_model, tokenizer = pair
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    out = speculative_generate(
+        model, ids, assistant_model=assistant_model, rule="cactus", seed=1, do_sample=True, max_new_tokens=24
+    )
+    mine = generate(PROMPT, *SHORT, "--json")
+    assert mine["token_ids"] == out[0, ids.shape[1] :].tolist()
+    whole = generate(PROMPT, *SHORT, "--json", "--temperature", 1, "--top-k", 0, "--top-p", 1)
+    assert whole["token_ids"] != mine["token_ids"]
+    models = ("--model", directories / "target", "--draft", directories / "draft")
+    theirs = generate(PROMPT, *SHORT, "--json", *models)
+    assert [theirs["settings"][k] for k in ("temperature", "top_k", "top_p", "min_p")] == [0.6, 1, 0.95, 0]
+    assert theirs["token_ids"] == generate(PROMPT, "--greedy", "--max-new-tokens", "24", "--json")["token_ids"]
+    assert theirs["settings"]["model"] == str(directories / "target")
+    assert generate(PROMPT, *SHORT, "--json", *models, "--top-k", 20)["token_ids"] == mine["token_ids"]
+    partly = generate(PROMPT, *SHORT, "--json", "--top-k", 5)["settings"]
+    assert (partly["temperature"], partly["top_k"], partly["top_p"]) == (0.6, 5, 0.95)
+
+
+def test_a_model_that_says_nothing_is_sampled_from_as_generate_does(generate, directories, tmp_path):
+    """transformers keeps 50 tokens then."""
+    for file in (directories / "target").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "pad_token_id": 1}))
+    run = generate(PROMPT, *SHORT, "--json", "--rule", "sps", "--model", tmp_path, "--draft", tmp_path)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    settings = {"assistant_model": model, "rule": "sps", "seed": 1, "do_sample": True, "max_new_tokens": 24}
+    own = speculative_generate(model, ids, **settings)[0, ids.shape[1] :].tolist()
+    assert run["token_ids"] == own and run["settings"]["top_k"] == 50
+    assert speculative_generate(model, ids, top_k=0, **settings)[0, ids.shape[1] :].tolist() != own
 
 
 def test_truncation_when_asked_for(generate):

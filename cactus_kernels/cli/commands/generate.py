@@ -1,6 +1,7 @@
 """`cactus-kernels generate`."""
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from secrets import randbits
 from typing import Annotated, Any, cast
 
@@ -76,15 +77,19 @@ def generate(
         int | None, typer.Option(help="Draft as many tokens from earlier text, without a draft model.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
-    temperature: Annotated[float | None, typer.Option(help="Above 0.", show_default="1.0")] = None,
-    top_k: Annotated[int | None, typer.Option(help="0 keeps every token.", show_default="0")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Above 0.", show_default="the model's own, as in generate")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="0 keeps every token.", show_default="the model's own")] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Above 0 and at most 1, which keeps every token.", show_default="1.0")
+        float | None,
+        typer.Option(help="Above 0 and at most 1, which keeps every token.", show_default="the model's own"),
     ] = None,
     min_p: Annotated[
         float | None,
         typer.Option(
-            help="Keep tokens this times as likely as the likeliest; 0 keeps every token.", show_default="0.0"
+            help="Keep tokens this times as likely as the likeliest; 0 keeps every token.",
+            show_default="the model's own",
         ),
     ] = None,
     draft_temperature: Annotated[
@@ -133,7 +138,7 @@ def generate(
             **sampling,
             **of_drafts,
         )
-        task = _prepare(question, settings, Source(model, draft, dtype, find_device(device)))
+        task = _prepare(question, settings, Source(model, draft, dtype, find_device(device)), sampling.keys())
     if compare:
         _compare(task, json)
         return
@@ -164,13 +169,14 @@ def _refuse_sampling(given: list[str]) -> None:
         raise Failure(f"--greedy does not sample: leave out {options}", 2)
 
 
-def _prepare(question: Question, settings: RunSettings, source: Source) -> Task:
-    """What can be checked before models are loaded is."""
+def _prepare(question: Question, settings: RunSettings, source: Source, given: Collection[str]) -> Task:
+    """What can be checked before models are loaded is. given: settings of sampling; the others are the model's own."""
     choose_backend(settings.backend, source.device)
     text = question.read_prompt()
     messages = question.read_messages(text)
     dtype, lookup = find_dtype(source.dtype, source.device), settings.prompt_lookup_num_tokens is not None
     pair = load_pair(source.model, source.draft, dtype, source.device, lookup=lookup)
+    settings = replace(settings, **{name: value for name, value in pair.sampling.items() if name not in given})
     if messages is not None:
         text = render(pair.tokenizer, messages, question.thinking)
         end_answers(pair)
