@@ -101,7 +101,7 @@ def check_plot(path: str) -> None:
     try:
         import matplotlib  # noqa: F401, PLC0415 (optional)
     except ImportError as error:
-        raise ImportError("a plot needs matplotlib: pip install 'cactus-kernels[plot]'") from error
+        raise ImportError("a plot needs matplotlib: pip install matplotlib") from error
 
 
 def plot(found: Frontier, title: str, file: IO[bytes], name: str) -> None:
