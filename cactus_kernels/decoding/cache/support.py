@@ -2,6 +2,7 @@
 
 import inspect
 
+from .kinds import check_alike
 from .masks import MASKS, is_flash
 
 # The keyword that takes the cache, newest name first: transformers 5.24 writes `cache` for `past_key_values`.
@@ -31,6 +32,7 @@ def check_rollback(model, max_length: int | None = None) -> None:
     _check_masks(model)
     _check_positions(model)
     _check_own_cache(model)
+    check_alike(model)
     limit = max_positions(model)
     if max_length is not None and limit is not None and max_length > limit:
         name = type(model).__name__
