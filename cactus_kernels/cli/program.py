@@ -5,7 +5,7 @@ import os
 import sys
 import warnings
 from io import TextIOWrapper
-from typing import Any
+from typing import Any, TextIO
 
 import typer
 
@@ -40,7 +40,14 @@ def run(argv: list[str]) -> int:
     return code or 0
 
 
-def _show(message: Warning | str, *_: Any) -> None:
+def _show(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
     """A warning in one line, without the place in the code that it is of."""
     print(f"{PROGRAM}: {' '.join(str(message).split())}", file=sys.stderr)
 

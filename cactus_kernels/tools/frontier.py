@@ -10,7 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from .. import law
 from ..decoding.cache.support import max_positions
@@ -30,7 +36,7 @@ from ..rules import (
 )
 from .pair import ASSETS, Model, ModelPair
 from .runs import run_plain
-from .settings import RunSettings
+from .settings import SAMPLING, RunSettings
 
 MAX_DRAFTED = 16  # tokens a forward are given for 1 .. 16 drafted ones
 ELEMENTS = 1 << 18  # row elements handled at once: enough to amortise an operation, few enough for the cache
@@ -81,6 +87,7 @@ class MeasurementSettings:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     self_generated: bool = False
     seed: int = 0
 
@@ -92,6 +99,7 @@ class MeasurementSettings:
     def __str__(self):
         parts = [f"T {self.temperature:g}"]
         parts += [f"top-k {self.top_k}"] * (self.top_k > 0) + [f"top-p {self.top_p:g}"] * (self.top_p < 1)
+        parts += [f"min-p {self.min_p:g}"] * (self.min_p > 0)
         return ", ".join(parts) + ("; self-generated" if self.self_generated else "")
 
     def to_dict(self) -> dict[str, Any]:
@@ -99,8 +107,7 @@ class MeasurementSettings:
 
     def decoding(self, max_new_tokens: int, seed: int) -> RunSettings:
         """How the target writes; its checks are the checks of the settings above."""
-        names = ("temperature", "top_k", "top_p")
-        return RunSettings(SpS(), seed, max_new_tokens=max_new_tokens, **{n: getattr(self, n) for n in names})
+        return RunSettings(SpS(), seed, max_new_tokens=max_new_tokens, **{n: getattr(self, n) for n in SAMPLING})
 
 
 @dataclass(frozen=True)
@@ -239,6 +246,8 @@ def _rows(pair: ModelPair, tokens: torch.Tensor, first: int, settings: Measureme
         warp.append(TopKLogitsWarper(settings.top_k))
     if settings.top_p < 1:
         warp.append(TopPLogitsWarper(settings.top_p))
+    if settings.min_p:
+        warp.append(MinPLogitsWarper(settings.min_p))
     models: tuple[Model, Model] = (pair.assistant_model, pair.model)
     rows = [m(tokens[None], use_cache=False).logits[0, first - 1 : -1] for m in models]
     rows = [warp(tokens[None], x.float()).cpu() for x in rows]

@@ -106,6 +106,7 @@ def test_an_interrupt_before_any_position_writes_nothing(measure, tmp_path, monk
         (["--positions", 0], "positions must be at least 1"),
         (["--temperature", 0], "temperature must be above 0"),
         (["--top-p", 1.5], "top-p"),
+        (["--min-p", 1.5], "min-p must be in [0, 1]"),
         (["--max-kl", 0.1, "--min-accept", 0.5], "give one"),
         (["--max-kl", -1], "max-kl"),
         (["--min-accept", 2], "min-accept"),

@@ -48,12 +48,13 @@ def documents():
     return frontier.load_documents(None)
 
 
-def rows(model, ids, temperature=1.0, top_k=None):
+def rows(model, ids, temperature=1.0, top_k=None, min_p=0.0):
     """The model's distribution of every next token of one text, numpy float64 [L - 1, V]."""
     with torch.no_grad():
         scores = model(ids[None]).logits[0, :-1] / temperature
     if top_k:
         scores = scores.masked_fill(scores < scores.topk(top_k)[0][:, -1:], -torch.inf)
+    scores = scores.masked_fill(scores.softmax(-1) < min_p * scores.softmax(-1).amax(-1, keepdim=True), -torch.inf)
     return scores.double().softmax(-1).numpy()
 
 
@@ -62,7 +63,9 @@ def windows(a, m):
     return 1 + sum(np.mean([np.prod(x[i : i + k]) for x in a for i in range(len(x) - k + 1)]) for k in range(1, m + 1))
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.6, "top_k": 20}], ids=["plain", "truncated"])
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.6, "top_k": 20}, {"min_p": 0.05}], ids=["plain", "truncated", "min-p"]
+)
 def test_figures_are_those_of_laws_worked_out_anew(pair, documents, sampling, monkeypatch):
     monkeypatch.setattr(frontier, "ELEMENTS", 8 * 2048)  # several chunks, the last one short
     texts = [pair.tokenizer.decode(pair.tokenizer(text).input_ids[60:79]) for text in documents[:2]]
