@@ -2,7 +2,7 @@
 
     python benchmarks/bench_verify.py                      # a handful of sizes, on a GPU where there is one
     python benchmarks/bench_verify.py --full --plot FILE   # all sizes that fit in memory
-    pytest benchmarks/bench_verify.py                      # a table by pytest-benchmark
+    pytest benchmarks/bench_tables.py -k verify            # a table by pytest-benchmark (the extra `bench`)
 
 On a GPU the time of a call is that between device events around calls in a row, each with other inputs so that the cache
 does not help, and beside it the host's time to issue one; launches are counted by the profiler. On a CPU there is one wall
@@ -23,7 +23,6 @@ import sys
 from dataclasses import asdict, dataclass, is_dataclass, replace
 
 import measure
-import pytest
 import torch
 from peers import LOGITS, PEERS, PROBS
 from rich.console import Console
@@ -210,16 +209,6 @@ def _line(case, way, needed, report, cost, ours, error):
         return line
     share = needed / cost.seconds / report["copy_bytes_a_second"]
     return line | asdict(cost) | {"of_ours": cost.seconds / ours.seconds, "of_copy_bandwidth": share}
-
-
-@pytest.mark.parametrize("case", SHORT, ids=str)
-@pytest.mark.parametrize("way", [*OURS.values(), *(peer.name for peer in PEERS)])
-def test_verify(benchmark, way, case):
-    calls = ways(case)
-    if way not in calls:
-        pytest.skip("not for such rows, or not installed")
-    benchmark.group = str(case)
-    benchmark(calls[way])
 
 
 def main(arguments=None):

@@ -413,7 +413,10 @@ REFUSED = {
     "paged flash": (lambda: with_attention("paged|flash_attention_2"), r"'paged\|flash_attention_2'" + SET_SDPA),
     "no positions": (without_positions, "takes input_ids, cache, and must take position_ids"),
     "no cache": (without_cache, "takes input_ids, position_ids, and must take .* past_key_values"),
-    "mask by slot": (lambda: model_of("GPTNeoForCausalLM", **SMALL_NEO), "mask of its own by slot" + SET_SDPA),
+    "mask by slot": (
+        lambda: model_of("GPTNeoForCausalLM", **SMALL_NEO),
+        "mask of its own by slot .* use another model",
+    ),
     "alibi": (lambda: model_of("FalconForCausalLM", **SMALL_BERT, alibi=True), "Falcon.* positions of its own .ALiBi"),
     "roberta": (lambda: model_of("RobertaForCausalLM", **SMALL_BERT, is_decoder=True), "Roberta.* from the padding"),
     "quantized cache": (with_quantized_cache, "cache_implementation is 'quantized'.* set it to None"),

@@ -2,6 +2,7 @@
 
 import inspect
 
+from .kinds import check_alike
 from .masks import MASKS, is_flash
 
 # The keyword that takes the cache, newest name first: transformers 5.24 writes `cache` for `past_key_values`.
@@ -31,6 +32,7 @@ def check_rollback(model, max_length: int | None = None) -> None:
     _check_masks(model)
     _check_positions(model)
     _check_own_cache(model)
+    check_alike(model)
     limit = max_positions(model)
     if max_length is not None and limit is not None and max_length > limit:
         name = type(model).__name__
@@ -55,6 +57,15 @@ def cache_keyword(model) -> str | None:
     """The keyword of a model's forward pass that takes the cache; None: it has none."""
     parameters = inspect.signature(model.forward).parameters
     return next((keyword for keyword in CACHE_KEYWORDS if keyword in parameters), None)
+
+
+def _sdpa_advice(model) -> str:
+    """How to have a model's attention take masks: transformers ignores a call that sets it for classes of the old kind."""
+    if not model._supports_sdpa:
+        return "its class has no other attention, use another model"
+    if not model._can_set_attn_implementation():
+        return 'load the model with attn_implementation="sdpa"'
+    return 'call model.set_attn_implementation("sdpa")'
 
 
 def _numbers_from_padding(model) -> bool:
@@ -92,14 +103,13 @@ def _check_attention(model):
     attention = config._attn_implementation
     if attention not in MASKS and not is_flash(attention):
         raise ValueError(
-            f"attention implementation {attention!r} takes no mask with a pattern for each row: "
-            f'call model.set_attn_implementation("sdpa"), or one of {", ".join(MASKS)}, flash_attention_2'
+            f"attention implementation {attention!r} takes no mask with a pattern for each row: {_sdpa_advice(model)}"
         )
     devices = set(getattr(model, "hf_device_map", {}).values()) - {"cpu", "disk"}
     if attention == "flex_attention" and len(devices) > 1:
         raise ValueError(
             f"the layers of {name} are on several devices ({', '.join(sorted(map(str, devices)))}), and a mask of flex "
-            f'attention stays on one: call model.set_attn_implementation("sdpa")'
+            f"attention stays on one: {_sdpa_advice(model)}"
         )
 
 
@@ -116,10 +126,7 @@ def _check_forward(model):
 def _check_masks(model):
     name, attention = type(model).__name__, model.config.get_text_config()._attn_implementation
     if attention == "eager" and any(b.dim() == 4 and b.shape[2] == b.shape[3] > 1 for b in model.buffers()):
-        raise ValueError(
-            f"{name} has a causal mask of its own by slot in eager attention: "
-            f'call model.set_attn_implementation("sdpa"), or use a model without one'
-        )
+        raise ValueError(f"{name} has a causal mask of its own by slot in eager attention: {_sdpa_advice(model)}")
 
 
 def _check_positions(model):
