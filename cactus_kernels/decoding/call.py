@@ -20,6 +20,7 @@ from .images import check_images
 from .keywords import NUM_ASSISTANT_TOKENS, check_refused, check_taken
 from .models import check_models, check_processes
 from .prompt import check_input_ids, check_mask
+from .state import check_copies
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ def check_call(arguments: Arguments) -> Call:
     check_images(arguments.model, input_ids, arguments.keywords, chunk)
     cache = _check_caches(arguments, rows, input_ids.shape[1])
     mask = check_mask(arguments, input_ids)
+    check_copies(arguments, rows)
     criteria = _check_criteria(arguments, rows)
     _check_streamer(arguments.streamer, rows)
     _check_strengths(rule, rows, arguments.model.device)

@@ -25,8 +25,9 @@ from .images import image_inputs
 from .keywords import NUM_ASSISTANT_TOKENS, GenerateKeywords
 from .outputs import Streams, TokenScores
 from .prepared import Callers, Prepared, pad_id
-from .processors import Processors, callers_processors
+from .processors import Calls, Processors, callers_processors
 from .scorer import Scored, Scorer, Target, vocab_size_of
+from .state import by_row
 from .stats import GenerationStats, cache_bytes, peak_memory
 from .stopping import Stopping, callers_criteria
 from .verifier import Verifier
@@ -68,7 +69,8 @@ def speculative_generate(  # noqa: PLR0913 (keywords of `generate` and the loop'
     `rule="sps"` sampled tokens follow the target exactly, with `do_sample=False` they are those of plain greedy decoding
     whatever the rule (up to ties that a model's own rounding breaks: scoring several tokens at once differs in last bits,
     which shows in bf16). Processors and criteria are prepared by transformers, and shape draft and target alike; those
-    that read the text are called for one row at a time, [1, L] without padding, as if it were generated alone.
+    that read the text are called for one row at a time, [1, L] without padding, as if it were generated alone; what they
+    remember follows the tokens that the row keeps (docs/generate.md).
 
     Args:
         model: the target, a decoder-only causal LM with eager, sdpa, flex or flash attention and a cache that can roll back.
@@ -220,9 +222,11 @@ class _Decoder:
             prepared.input_ids, prepared.attention_mask, prepared.new_tokens, call.num_assistant_tokens,
             call.prefill_chunk_size,
         )  # fmt: skip
-        self.processors = Processors(prepared, self.batch.prompts)
-        self.stopping = Stopping(prepared, call.stopping_criteria)
-        self.scorer = Scorer(model, self.batch, self.processors, vocab_size_of(model))
+        callers = by_row(prepared.callers.processors or [], call.stopping_criteria, self.batch.size)
+        self.processors = Processors(prepared, self.batch.prompts, [processors for processors, _ in callers])
+        self.stopping = Stopping(prepared, [criteria for _, criteria in callers], self.processors)
+        # The first token of a round comes out in any case.
+        self.scorer = Scorer(model, self.batch, Calls(self.processors, certain=1), vocab_size_of(model))
         sampling = self.processors.sampling if prepared.generation_config.do_sample else None
         self.verifier = Verifier(call, self.batch, sampling)
         self.drafter = self._drafter(call, sampling)
@@ -234,7 +238,7 @@ class _Decoder:
         batch, verifier = self.batch, self.verifier
         if call.max_ngram_size is not None:
             return PromptLookup(batch, call.max_ngram_size)
-        scorer = Scorer(call.assistant_model, batch, self.processors, self.scorer.vocab_size)
+        scorer = Scorer(call.assistant_model, batch, Calls(self.processors, certain=0), self.scorer.vocab_size)
         if sampling is None:
             return ModelDrafter(scorer, None)
         if call.draft_temperature is not None:
@@ -259,7 +263,7 @@ class _Decoder:
                 scored = self.target.score()
             with clock.time("verify"):
                 verified = self.verifier.verify(scored.scores, drafts)
-            emitted = batch.emit(verified, self.stopping)
+            emitted = batch.emit(verified, self.stopping, scored.logits)
             raise_if_bad(batch, verified, emitted, drafts, scored)
             batch.commit(emitted)
             yield scored, emitted

@@ -6,13 +6,13 @@ import torch
 
 from .batch import Batch
 from .cache.rollback import RollbackModel
-from .processors import Processors
+from .processors import Calls
 
 
 class Scorer:
     """A model over a batch: logits of the tokens that may come next, in the target's vocabulary, and their scores."""
 
-    def __init__(self, model, batch: Batch, processors: Processors, vocab_size: int):
+    def __init__(self, model, batch: Batch, processors: Calls, vocab_size: int):
         """vocab_size: the target's, V. The model's own may be padded otherwise, or be a smaller one."""
         self.model = RollbackModel(model, batch.size, batch.max_length, batch.prefill_chunk_size)
         self.batch, self.processors, self.vocab_size = batch, processors, vocab_size
