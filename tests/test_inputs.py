@@ -14,7 +14,7 @@ from support.models import TableModel, table_pair
 from test_cache import SMALL_MAMBA, SMALL_NEXT, SMALL_T5, build, model_of
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from cactus_kernels import Cactus, VerifyOutput, draw, speculative_generate, verify
 
@@ -53,7 +53,10 @@ REFUSED = {
     "many drafts": ({"num_assistant_tokens": 65}, ValueError, r"num_assistant_tokens must be in 1 \.\. 64, got 65"),
     "fraction": ({"num_assistant_tokens": 2.5}, TypeError, "num_assistant_tokens must be an int, got 2.5"),
     "truth": ({"num_assistant_tokens": True}, TypeError, "num_assistant_tokens must be an int, got True"),
-    "None": ({"num_assistant_tokens": None}, TypeError, "num_assistant_tokens must be an int, got None"),
+    "string": ({"num_assistant_tokens": "5"}, TypeError, "num_assistant_tokens must be an int, got '5'"),
+    "in a config": (
+        {"generation_config": GenerationConfig(num_assistant_tokens=65)}, ValueError, r"must be in 1 \.\. 64, got 65"
+    ),
     # the pair
     "no draft": ({"assistant_model": None}, ValueError, "assistant_model is None: pass the draft model"),
     "a name": ({"assistant_model": "gpt2"}, TypeError, "assistant_model must be a transformers causal LM, got str"),
@@ -141,7 +144,7 @@ REFUSED = {
         {"prompt_lookup_num_tokens": 3}, ValueError, "prompt_lookup_num_tokens and assistant_model are both given: leave one"
     ),
     "lookup and a number": (
-        {"prompt_lookup_num_tokens": 3, "assistant_model": None, "num_assistant_tokens": 4},
+        {"prompt_lookup_num_tokens": 3, "assistant_model": None, "num_assistant_tokens": 5},
         ValueError,
         "prompt_lookup_num_tokens and num_assistant_tokens are both given: leave the latter out",
     ),

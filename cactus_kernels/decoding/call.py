@@ -17,7 +17,7 @@ from .arguments import Arguments
 from .cache.handover import CACHE_NAME, check_cache
 from .cache.support import CACHE_KEYWORDS
 from .images import check_images
-from .keywords import NUM_ASSISTANT_TOKENS, check_refused, check_taken
+from .keywords import check_refused, check_taken, num_assistant_tokens_of
 from .models import check_models, check_processes
 from .prompt import check_input_ids, check_mask
 from .state import check_copies
@@ -143,10 +143,10 @@ def _check_lookup(arguments):
     """Most drafts a round, as given; and the longest n-gram of prompt lookup, None with a draft model."""
     lookup = arguments.setting("prompt_lookup_num_tokens")
     if lookup is None:
-        return arguments.num_assistant_tokens, None
+        return num_assistant_tokens_of(arguments), None
     if arguments.assistant_model is not None:
         raise ValueError("prompt_lookup_num_tokens and assistant_model are both given: leave one out")
-    if arguments.num_assistant_tokens != NUM_ASSISTANT_TOKENS:
+    if arguments.num_assistant_tokens is not None:
         raise ValueError("prompt_lookup_num_tokens and num_assistant_tokens are both given: leave the latter out")
     max_ngram_size = arguments.setting("max_matching_ngram_size") or 2
     _check_count("prompt_lookup_num_tokens", lookup)

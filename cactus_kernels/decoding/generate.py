@@ -22,7 +22,7 @@ from .drafters.model import ModelDrafter
 from .drafters.prompt_lookup import PromptLookup
 from .drafters.sampler import DraftSampler
 from .images import image_inputs
-from .keywords import NUM_ASSISTANT_TOKENS, GenerateKeywords
+from .keywords import GenerateKeywords
 from .outputs import Streams, TokenScores
 from .prepared import Callers, Prepared, pad_id
 from .processors import Calls, Processors, callers_processors
@@ -50,7 +50,7 @@ def speculative_generate(  # noqa: PLR0913 (keywords of `generate` and the loop'
     assistant_model: torch.nn.Module | None = None,
     rule: Rule | str = "cactus",
     budget: float | Sequence[float] | torch.Tensor | None = None,
-    num_assistant_tokens: int | list[int] | tuple[int, ...] = NUM_ASSISTANT_TOKENS,
+    num_assistant_tokens: int | list[int] | tuple[int, ...] | None = None,
     draft_temperature: float | None = None,
     seed: int | list[int] | tuple[int, ...] | torch.Tensor | None = None,
     backend: Literal["triton", "torch"] | None = None,
@@ -81,7 +81,8 @@ def speculative_generate(  # noqa: PLR0913 (keywords of `generate` and the loop'
         budget: nats that each text may spend, a number or a list with one a row: then no text is more than e^budget times as
             likely as under the (processed) target, and the KL divergence of the law of whole texts is at most the budget
             (docs/rules.md). `stats.spent` tells what each text spent. For SpS, Cactus, AdaptiveCactus, Capped, Interpolation.
-        num_assistant_tokens: tokens drafted a round, 1 to 64; or a list with one number a row, which may be 0.
+        num_assistant_tokens: tokens drafted a round, 1 to 64; or a list with one number a row, which may be 0. None: what the
+            generation configs say (the one passed, the draft's, the model's), else 5.
         draft_temperature: the draft's temperature where it samples, >= 0 (0: greedy drafts); None: that of `temperature`.
         seed: an int gives row r the stream (seed, r), so that a row's tokens depend on its place; a list or int64 tensor
             holds one seed a row (after num_return_sequences), and then they do not; None draws one from torch's generator.
@@ -134,7 +135,7 @@ def custom_generate(  # noqa: PLR0913 (`generate` passes on what stands here by 
     assistant_model=None,
     rule="cactus",
     budget=None,
-    num_assistant_tokens=NUM_ASSISTANT_TOKENS,
+    num_assistant_tokens=None,
     draft_temperature=None,
     prompt_lookup_num_tokens=None,
     max_matching_ngram_size=None,

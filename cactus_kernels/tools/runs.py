@@ -207,7 +207,7 @@ def run_speculative(
             attention_mask=torch.ones_like(ids),  # a template may hold the padding id
             assistant_model=pair.assistant_model,
             rule=settings.rule,
-            num_assistant_tokens=settings.num_assistant_tokens,
+            num_assistant_tokens=None if settings.prompt_lookup_num_tokens else settings.num_assistant_tokens,
             prompt_lookup_num_tokens=settings.prompt_lookup_num_tokens,
             seed=settings.seed,
             backend=settings.backend,
