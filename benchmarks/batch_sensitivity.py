@@ -48,7 +48,7 @@ def decode(model, draft, tokenizer, texts, way, tokens, seeds):
     if way == "generate, greedy":
         out = model.generate(**inputs, do_sample=False, **settings)
     else:
-        sampled = {"do_sample": True, "top_k": 0} if way.endswith("sampled") else {"do_sample": False}
+        sampled = {"do_sample": True, "top_k": 0, "rule": "cactus"} if way.endswith("sampled") else {"do_sample": False}
         out = speculative_generate(model, **inputs, assistant_model=draft, seed=seeds, **sampled, **settings)
     return out[:, inputs.input_ids.shape[1] :].tolist()
 

@@ -174,7 +174,11 @@ REFUSED = {
     ),
     "prompt too long": ({"max_length": 2, "max_new_tokens": None}, ValueError, "input_ids is 2, but `max_length` is set to 2"),
     "no new tokens": ({"max_new_tokens": 0}, ValueError, "`max_new_tokens` must be greater than 0, but is 0"),
-    "temperature": ({"temperature": -1.0, "do_sample": True}, ValueError, "`temperature` .=-1.0. has to be a strictly positive"),
+    "temperature": (
+        {"temperature": -1.0, "do_sample": True, "rule": "sps"},
+        ValueError,
+        "`temperature` .=-1.0. has to be a strictly positive",
+    ),
     "typo": ({"max_new_token": 3}, ValueError, r"not used by the model: \['max_new_token'\]"),
     "typos": ({"temprature": 1.0, "do_sampel": True}, ValueError, "temprature.*do_sampel"),
     "a name of the loop's": ({"request": 1}, ValueError, r"not used by the model: \['request'\]"),

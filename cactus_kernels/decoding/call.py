@@ -21,6 +21,7 @@ from .keywords import check_refused, check_taken, num_assistant_tokens_of
 from .models import check_models, check_processes
 from .prompt import check_input_ids, check_mask
 from .state import check_copies
+from .warn import warn_of_rule
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Call:
 
 def check_call(arguments: Arguments) -> Call:
     """Raises TypeError or ValueError, naming what came and what to do; RuntimeError where the backend is not to be had."""
-    rule = resolve_rule(arguments.rule)
+    rule = resolve_rule("cactus" if arguments.rule is None else arguments.rule)
     _check_draft_temperature(arguments)
     _check_one_prompt(arguments)
     check_taken(arguments)
@@ -99,6 +100,7 @@ def check_call(arguments: Arguments) -> Call:
         keywords=_passed_on(arguments, mask, cache),
     )
     choose_backend(call.backend, arguments.model.device)
+    warn_of_rule(arguments, rule)
     return call
 
 

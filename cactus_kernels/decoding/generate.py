@@ -48,7 +48,7 @@ def speculative_generate(  # noqa: PLR0913 (keywords of `generate` and the loop'
     input_ids: torch.Tensor | None = None,
     *,
     assistant_model: torch.nn.Module | None = None,
-    rule: Rule | str = "cactus",
+    rule: Rule | str | None = None,
     budget: float | Sequence[float] | torch.Tensor | None = None,
     num_assistant_tokens: int | list[int] | tuple[int, ...] | None = None,
     draft_temperature: float | None = None,
@@ -77,7 +77,8 @@ def speculative_generate(  # noqa: PLR0913 (keywords of `generate` and the loop'
         input_ids: int64 [B, P], left-padded; rows of different lengths need `attention_mask`.
         assistant_model: the draft, of the same kind and with the same tokenizer; `skip_layers(model, ...)` makes one of
             the target's own weights. Without one, prompt_lookup_num_tokens drafts from the row's own text.
-        rule: a `Rule` such as `Cactus(0.75)` or its name, such as "sps" or "cactus" (delta 1); the README has a table.
+        rule: a `Rule` such as `Cactus(0.75)` or its name, such as "sps" or "cactus" (delta 1); the README has a table. None:
+            "cactus", with a `UserWarning` where tokens are sampled. A lossy rule that is named without sampling warns too.
         budget: nats that each text may spend, a number or a list with one a row: then no text is more than e^budget times as
             likely as under the (processed) target, and the KL divergence of the law of whole texts is at most the budget
             (docs/rules.md). `stats.spent` tells what each text spent. For SpS, Cactus, AdaptiveCactus, Capped, Interpolation.
@@ -133,7 +134,7 @@ def custom_generate(  # noqa: PLR0913 (`generate` passes on what stands here by 
     stopping_criteria,
     generation_config,
     assistant_model=None,
-    rule="cactus",
+    rule=None,
     budget=None,
     num_assistant_tokens=None,
     draft_temperature=None,

@@ -206,7 +206,7 @@ def run_speculative(
             ids,
             attention_mask=torch.ones_like(ids),  # a template may hold the padding id
             assistant_model=pair.assistant_model,
-            rule=settings.rule,
+            rule=None if settings.greedy else settings.rule,
             num_assistant_tokens=None if settings.prompt_lookup_num_tokens else settings.num_assistant_tokens,
             prompt_lookup_num_tokens=settings.prompt_lookup_num_tokens,
             seed=settings.seed,
