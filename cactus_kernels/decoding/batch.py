@@ -15,7 +15,7 @@ class Emitted:
 
     Attributes:
         token_ids: a list; empty for a row that had ended before.
-        accepted: how many of them were drafted, of `drafted` ones.
+        accepted: how many of them were drafted, of `drafted` ones; those after the row's end do not count.
         ended: whether the row ends with them.
     """
 
@@ -115,7 +115,9 @@ class Batch:
         if not self.remaining[b]:
             return Emitted([], 0, 0, True)
         kept, ended = stopping.cut(b, self.text[b, : self.length[b] + len(tokens)], tokens, logits)
-        return Emitted(tokens[:kept], min(kept, accepted), self.drafts[b], ended)
+        # Drafts after an accepted one that ends the row were no proposals to the target.
+        drafted = kept if ended and kept <= accepted else self.drafts[b]
+        return Emitted(tokens[:kept], min(kept, accepted), drafted, ended)
 
     def commit(self, emitted: Sequence[Emitted]) -> None:
         """Append what each row got, and begin the next round."""
