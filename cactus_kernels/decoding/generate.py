@@ -15,6 +15,7 @@ from .arguments import Arguments
 from .bad_scores import raise_if_bad
 from .batch import Batch, Emitted
 from .cache.handover import CACHE_NAME, brought, give, take
+from .cache.support import check_length
 from .call import Call, check_call
 from .clock import Clock
 from .drafters.drafts import Drafter
@@ -224,6 +225,7 @@ class _Decoder:
             prepared.input_ids, prepared.attention_mask, prepared.new_tokens, call.num_assistant_tokens,
             call.prefill_chunk_size,
         )  # fmt: skip
+        check_length(model, self.batch.max_length)
         callers = by_row(prepared.callers.processors or [], call.stopping_criteria, self.batch.size)
         self.processors = Processors(prepared, self.batch.prompts, [processors for processors, _ in callers])
         self.stopping = Stopping(prepared, [criteria for _, criteria in callers], self.processors)
@@ -259,6 +261,7 @@ class _Decoder:
         """Draft, score, verify, commit, until every row has ended: of each round the target's scores, and what rows got."""
         batch, clock = self.batch, self.clock
         while batch.active:
+            self.target.plan()
             with clock.time("draft"):
                 drafts = self.drafter.draft(self.verifier.offset)
             with clock.time("target"):

@@ -1,5 +1,7 @@
 """Where a row's new tokens end: at EOS, or where a criterion of the caller says so."""
 
+import sys
+
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 from .prepared import Prepared, eos_ids
@@ -19,7 +21,7 @@ class Stopping:
             for c in prepared.stopping_criteria
             if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria)) and not any(c is given for given in callers[0])
         ]
-        self.by_row = [own + row for row in callers]
+        self.by_row = [own + _reminders(prepared) + row for row in callers]
 
     def cut(self, row: int, text, tokens, logits):
         """How many of `tokens` a row keeps, and whether it ends with them. Its processors and criteria remember those.
@@ -36,6 +38,13 @@ class Stopping:
             if token in self.eos or any(ends):
                 return k, True
         return len(tokens), False
+
+
+def _reminders(prepared):
+    """transformers' own warning, once a row has come past the length that its config names, where it may come so far."""
+    limits = {c.max_position_embeddings for c in prepared.stopping_criteria if type(c) is MaxLengthCriteria}
+    most = prepared.new_tokens + prepared.input_ids.shape[1] - 1
+    return [MaxLengthCriteria(sys.maxsize, n) for n in limits if n is not None and n < most]
 
 
 def callers_criteria(prepared, generation_config):
