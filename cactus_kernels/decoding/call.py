@@ -29,6 +29,7 @@ class Call:
     """A call that nothing is wrong with.
 
     Attributes:
+        model: the target as it was given: `generate` hands on the one inside what `torch.compile` made.
         input_ids: int64 [B, P] on the model's device.
         budget: nats of each row, float64 [B] on the model's device; None: no budget.
         num_assistant_tokens: most drafts a round of each row, a list.
@@ -38,6 +39,7 @@ class Call:
         keywords: those that go on to `generate`, which sees to what the loop does not.
     """
 
+    model: Any
     assistant_model: Any
     input_ids: torch.Tensor
     rule: Rule
@@ -84,6 +86,7 @@ def check_call(arguments: Arguments) -> Call:
     _check_streamer(arguments.streamer, rows)
     _check_strengths(rule, rows, arguments.model.device)
     call = Call(
+        model=arguments.model,
         assistant_model=arguments.assistant_model,
         input_ids=input_ids,
         rule=rule,

@@ -230,7 +230,7 @@ class _Decoder:
         self.processors = Processors(prepared, self.batch.prompts, [processors for processors, _ in callers])
         self.stopping = Stopping(prepared, [criteria for _, criteria in callers], self.processors)
         # The first token of a round comes out in any case.
-        self.scorer = Scorer(model, self.batch, Calls(self.processors, certain=1), vocab_size_of(model))
+        self.scorer = Scorer(call.model, self.batch, Calls(self.processors, certain=1), vocab_size_of(model))
         sampling = self.processors.sampling if prepared.generation_config.do_sample else None
         self.verifier = Verifier(call, self.batch, sampling)
         self.drafter = self._drafter(call, sampling)

@@ -33,8 +33,8 @@ def check_images(model, input_ids: torch.Tensor, given: Mapping[str, Any], prefi
         return
     if any(name in parameters for name in UNLIKE_TEXT):
         raise ValueError(
-            f"{names[0]}: {type(model).__name__} has attention or positions of its own for images, which are not offered: "
-            "give it text alone"
+            f"{names[0]}: {type(without_wrapper(model)).__name__} has attention or positions of its own for images, which are "
+            "not offered: give it text alone"
         )
     if prefill_chunk_size is not None:
         raise ValueError(f"{names[0]} and prefill_chunk_size: a prompt with images is read at once, leave one out")

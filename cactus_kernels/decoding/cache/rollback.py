@@ -17,7 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from .masks import Masks, is_flash, right_aligned
 from .rotary import RotaryLengths
-from .support import cache_keyword, check_rollback, without_wrapper
+from .support import cache_keyword, check_rollback, to_call, without_wrapper
 
 SMALLEST_CAPACITY = 64
 
@@ -110,6 +110,7 @@ class RollbackModel:
         Raises ValueError where `check_rollback` does.
         """
         check_rollback(model)
+        self.run = to_call(model)
         self.model = model = without_wrapper(model)
         self.batch_size = batch_size
         self.max_length = max_length
@@ -187,7 +188,7 @@ class RollbackModel:
         if self.keeps_logits:
             keywords["logits_to_keep"] = logits_to_keep
         with self.rotary.by_token(length):
-            logits = self.model(
+            logits = self.run(
                 input_ids=input_ids,
                 attention_mask=mask,
                 position_ids=position_ids,

@@ -7,7 +7,7 @@ of rows of several lengths, so each token is given what it would have there.
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -45,7 +45,9 @@ class RotaryLengths:
             if length > min(_first(module, layer) for layer in kinds)
         ]
         try:
-            yield
+            # A model that was compiled without these hooks may run on without them.
+            with torch.compiler.set_stance("force_eager") if hooks else nullcontext():
+                yield
         finally:
             for hook in hooks:
                 hook.remove()

@@ -55,7 +55,27 @@ def check_rollback(model) -> None:
 
 
 def without_wrapper(model):
-    """The transformers model inside a model of PEFT's with adapters in its layers, such as LoRA; others as they are."""
+    """The transformers model inside what `torch.compile` made, or PEFT with adapters in its layers (LoRA); others as they are."""
+    while (inside := _inside(model)) is not model:
+        model = inside
+    return model
+
+
+def to_call(model):
+    """What runs the model: the module that `torch.compile` made, where there is one, else the one without wrappers."""
+    while not is_compiled(model) and (inside := _inside(model)) is not model:
+        model = inside
+    return model
+
+
+def is_compiled(model) -> bool:
+    """Whether a module is one that `torch.compile` made of another."""
+    return isinstance(getattr(model, "_orig_mod", None), torch.nn.Module)
+
+
+def _inside(model):
+    if is_compiled(model):
+        return model._orig_mod
     if not hasattr(model, "active_peft_config"):
         return model
     config = model.active_peft_config
