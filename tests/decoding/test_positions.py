@@ -6,6 +6,7 @@ pytest.importorskip("transformers")
 
 import torch
 import transformers
+from packaging.version import Version
 from support.decoding import noisy, outputs, plain, random_prompts, run
 from support.models import build
 from transformers.generation import stopping_criteria
@@ -45,8 +46,18 @@ KINDS = {
 def fresh(model):
     """Frequencies as they are before any text: transformers keeps those of the longest one so far."""
     rotary = model.model.rotary_emb
-    rotary(torch.zeros(1, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.int64))
+    rotary.inv_freq, rotary.max_seq_len_cached = rotary.original_inv_freq.clone(), LIMIT
     return model
+
+
+@torch.no_grad()
+def read_anew(model, prompts, new_tokens):
+    """The greedy tokens of each prompt with the whole text read for every one of them."""
+    texts = [list(prompt) for prompt in prompts]
+    for text in texts:
+        for _ in range(new_tokens):
+            text.append(int(fresh(model)(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
+    return [text[-new_tokens:] for text in texts]
 
 
 @pytest.mark.parametrize(("family", "kind", "changes"), KINDS.values(), ids=KINDS)
@@ -54,6 +65,10 @@ def test_rotary_positions_go_on_past_the_configured_length(family, kind, changes
     """Ragged rows that come past it early, late, or at once; the tokens are those of each row's plain `generate`."""
     target = roped(family, kind, **changes)
     expected = [plain(fresh(target), [p], max_new_tokens=14)[0] for p in PROMPTS]
+    if family == "phi3":
+        # Older releases mix short and long frequencies where they should read anew.
+        assert expected == read_anew(target, PROMPTS, 14) or Version(transformers.__version__) < Version("5.24")
+        expected = read_anew(target, PROMPTS, 14)
     for draft, lookup in ((noisy(target, 0.1), {}), (None, {"prompt_lookup_num_tokens": 3})):
         out = run(fresh(target), draft, PROMPTS, max_new_tokens=14, **lookup)
         assert outputs(out, PROMPTS) == expected
@@ -124,7 +139,7 @@ def test_a_table_of_positions_is_what_plain_generate_cannot_go_past(kind):
     settings = {"eos_token_id": None, "do_sample": False}
     assert model.generate(prompt, max_new_tokens=LIMIT - 8, **settings).shape == (1, LIMIT + 1)
     if kind in TABLES:
-        with pytest.raises(IndexError):
+        with pytest.raises((IndexError, RuntimeError)):  # of torch, in the forward pass
             model.generate(prompt, max_new_tokens=LIMIT - 7, **settings)
     else:
         model.generate(prompt, max_new_tokens=LIMIT, **settings)

@@ -66,13 +66,20 @@ class RotaryLengths:
         made = [torch.empty_like(part) for part in output]
         for length in lengths.unique().tolist():
             at = lengths == length
-            module.forward(x, positions.new_zeros((1, 1)), **given)  # back to the frequencies of short texts
+            _forget(module, layer)
             # The largest position says how long the text is.
             each = module.forward(x, torch.cat([positions[at], positions.new_tensor([length - 1])])[None], **given)
             for whole, part in zip(made, each, strict=True):
                 whole[at] = part[0, :-1]
-        module.forward(x, positions.new_zeros((1, 1)), **given)
+        _forget(module, layer)
         return tuple(made)
+
+
+def _forget(module, layer) -> None:
+    """Back to a rotary module's first frequencies: it keeps those of the longest text so far."""
+    prefix = "" if layer is None else f"{layer}_"
+    module.register_buffer(f"{prefix}inv_freq", getattr(module, f"{prefix}original_inv_freq").clone(), persistent=False)
+    setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
 
 
 def _kinds(module) -> dict[str | None, str]:
