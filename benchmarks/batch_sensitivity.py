@@ -47,7 +47,7 @@ def decode(model, draft, tokenizer, texts, way, tokens, seeds):
     if way == "generate, greedy":
         out = model.generate(**inputs, do_sample=False, **settings)
     else:
-        whole = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        whole = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "rule": "cactus"}
         sampled = whole if way.endswith("sampled") else {"do_sample": False}
         out = speculative_generate(model, **inputs, assistant_model=draft, seed=seeds, **sampled, **settings)
     return out[:, inputs.input_ids.shape[1] :].tolist()

@@ -30,8 +30,8 @@ def check_images(model, input_ids: torch.Tensor, given: Mapping[str, Any], prefi
     # All at once, since the model would not do with some of them.
     if names and any(name in parameters for name in UNLIKE_TEXT):
         raise ValueError(
-            f"{', '.join([*names, *others])}: {type(model).__name__} has attention or positions of its own for images, which "
-            "are not offered: give it text alone"
+            f"{', '.join([*names, *others])}: {type(without_wrapper(model)).__name__} has attention or positions of its own "
+            "for images, which are not offered: give it text alone"
         )
     if others:
         be, them = ("is", "it") if len(others) == 1 else ("are", "them")

@@ -1,5 +1,6 @@
 """Decoding from text to text, as the command does it: what a run gave and took."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -7,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..decoding.cache.support import max_positions
+from ..decoding.cache.support import table_positions
 from ..decoding.generate import SpeculativeOutput, speculative_generate
 from ..decoding.outputs import TextStream
 from ..decoding.stats import GenerationStats
@@ -97,14 +98,14 @@ def encode(pair: ModelPair, prompt: str, settings: RunSettings, add_special_toke
     add_special_tokens: as in tokenizers; False where the prompt holds them, as what a chat template writes.
     """
     ids = pair.tokenizer(prompt, return_tensors="pt", add_special_tokens=add_special_tokens).input_ids
-    limits = [max_positions(m) for m in pair.models]
-    limit = min((n for n in limits if n is not None), default=2**63)
-    room = limit - ids.shape[1]
+    limit = table_positions(pair.model)
+    # The last token is never read.
+    room = math.inf if limit is None else limit + 1 - ids.shape[1]
     if settings.max_new_tokens > room:
         advice = f"use --max-new-tokens {room} or less" if room > 0 else "shorten it"
         raise ValueError(
             f"the prompt is too long: {ids.shape[1]} tokens and {settings.max_new_tokens} new ones are more than the "
-            f"{limit} positions of the models: {advice}"
+            f"{limit} positions of the target: {advice}"
         )
     return ids.to(pair.model.device)
 
@@ -132,8 +133,8 @@ def run_speculative(
             ids,
             attention_mask=torch.ones_like(ids),  # a template may hold the padding id
             assistant_model=pair.assistant_model,
-            rule=settings.rule,
-            num_assistant_tokens=settings.num_assistant_tokens,
+            rule=None if settings.greedy else settings.rule,
+            num_assistant_tokens=None if settings.prompt_lookup_num_tokens else settings.num_assistant_tokens,
             prompt_lookup_num_tokens=settings.prompt_lookup_num_tokens,
             budget=settings.budget,
             draft_temperature=settings.draft_temperature,

@@ -2,6 +2,8 @@
 
 import inspect
 
+import torch
+
 from .kinds import check_alike
 from .masks import MASKS, is_flash
 
@@ -11,19 +13,38 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def max_positions(model) -> int | None:
-    """Positions the model was made for, None if its config names no limit."""
-    config = model.config.get_text_config()
-    limit = getattr(config, "max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or {}
-    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if part.get("rope_type") == "longrope":
-            # Beyond this one the frequencies change: for all rows of a call at once, and not for keys already cached.
-            limit = min(limit, part["original_max_position_embeddings"])
-    return limit
+    """Positions the model was made for, None if its config names no limit. Most models go on past it, see `table_positions`."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
-def check_rollback(model, max_length: int | None = None) -> None:
-    """Raises ValueError, naming what came and what to do, if `RollbackModel` cannot run the model to max_length."""
+def table_positions(model) -> int | None:
+    """Positions that a model looks up in a table, learned or made at the start, and has none beyond; None: it computes them."""
+    limit, model = max_positions(model), without_wrapper(model)
+    if limit is None:
+        return None
+    words = model.get_input_embeddings()
+    # Some learned tables have up to two rows before the first position.
+    learned = {
+        m.num_embeddings - limit for m in model.modules() if isinstance(m, torch.nn.Embedding) and m is not words
+    }
+    made = any(b.dim() == 2 and b.shape[0] == limit for b in model.buffers())
+    return limit if made or learned & {0, 1, 2} else None
+
+
+def check_length(model, length: int) -> None:
+    """Raises ValueError if a target's tables of positions end before a text of `length` tokens does."""
+    limit = table_positions(model)
+    # The last token is never read.
+    if limit is not None and length - 1 > limit:
+        name = type(without_wrapper(model)).__name__
+        raise ValueError(
+            f"max_length is {length}, but the target, {name}, has a table of {limit} positions, for texts of {limit + 1} "
+            "tokens: use a shorter prompt or fewer new tokens"
+        )
+
+
+def check_rollback(model) -> None:
+    """Raises ValueError, naming what came and what to do, if `RollbackModel` cannot run the model."""
     model = without_wrapper(model)
     _check_kind(model)
     _check_layers(model)
@@ -33,16 +54,30 @@ def check_rollback(model, max_length: int | None = None) -> None:
     _check_positions(model)
     _check_own_cache(model)
     check_alike(model)
-    limit = max_positions(model)
-    if max_length is not None and limit is not None and max_length > limit:
-        name = type(model).__name__
-        raise ValueError(
-            f"max_length is {max_length}, but {name} has {limit} positions: use a shorter prompt or fewer new tokens"
-        )
 
 
 def without_wrapper(model):
-    """The transformers model inside a model of PEFT's with adapters in its layers, such as LoRA; others as they are."""
+    """The transformers model inside what `torch.compile` made, or PEFT with adapters in its layers (LoRA); others as they are."""
+    while (inside := _inside(model)) is not model:
+        model = inside
+    return model
+
+
+def to_call(model):
+    """What runs the model: the module that `torch.compile` made, where there is one, else the one without wrappers."""
+    while not is_compiled(model) and (inside := _inside(model)) is not model:
+        model = inside
+    return model
+
+
+def is_compiled(model) -> bool:
+    """Whether a module is one that `torch.compile` made of another."""
+    return isinstance(getattr(model, "_orig_mod", None), torch.nn.Module)
+
+
+def _inside(model):
+    if is_compiled(model):
+        return model._orig_mod
     if not hasattr(model, "active_peft_config"):
         return model
     config = model.active_peft_config

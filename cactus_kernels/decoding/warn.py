@@ -1,0 +1,27 @@
+"""Warnings about a call that is right and may surprise."""
+
+import warnings
+
+from ..rules import Rule
+from .arguments import Arguments
+
+USERS_LINE = 4  # frames from here to who called `speculative_generate`, with `check_call` between
+
+
+def warn_of_rule(arguments: Arguments, rule: Rule) -> None:
+    """A `UserWarning` where a lossy rule samples that nobody named, or was named for nothing."""
+    samples = arguments.setting("do_sample")
+    if samples and arguments.rule is None:
+        warnings.warn(
+            'no rule was given, and sampling goes by Cactus(1.0), which is lossy: rule="sps" is lossless, so that tokens '
+            'follow the target; rule="cactus" says that this one is meant',
+            UserWarning,
+            stacklevel=USERS_LINE,
+        )
+    if not samples and arguments.rule is not None and not rule.lossless:
+        warnings.warn(
+            f"the rule {rule.name} was given and do_sample is not set: tokens are the target's own greedy ones, whatever the "
+            "rule; pass do_sample=True, or leave the rule out",
+            UserWarning,
+            stacklevel=USERS_LINE,
+        )
