@@ -31,7 +31,7 @@ ADVICE = {
     "padding": ({"max_time": 9.0}, "pass pad_token_id", {"max_time": 9.0, "pad_token_id": 0}),
     "mask": ({"pad_token_id": 5}, "pass attention_mask", {"pad_token_id": 5, "attention_mask": torch.ones_like(IDS)}),
     "draft_temperature": (
-        {"draft_temperature": 0.5}, "pass do_sample=True", {"draft_temperature": 0.5, "do_sample": True}
+        {"draft_temperature": 0.5}, "pass do_sample=True", {"draft_temperature": 0.5, "do_sample": True, "rule": "sps"}
     ),
     "strengths": ({"rule": Cactus(torch.ones(3))}, "give one a row", {"rule": Cactus(torch.ones(2)), "do_sample": True}),
     "seeds": ({"seed": [1]}, "give one a row", {"seed": [1, 2]}),
