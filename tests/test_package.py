@@ -80,6 +80,7 @@ def test_ci_runs_the_command_that_the_readme_names():
     ]
 
 
+@pytest.mark.slow
 def test_benchmarks_that_the_docs_name_need_the_package_alone():
     """Not what only its extras bring."""
     extras = {"pytest", "pytest_benchmark", "scipy", "peft", "matplotlib"}
@@ -119,7 +120,9 @@ def test_the_intervals_of_batch_sensitivity_are_exact(interval, monkeypatch):
     assert batch_sensitivity.rate(n, compared) == pytest.approx((n / compared, *(x / compared for x in expected)))
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/engine.md", "docs/generate.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/engine.md", pytest.param("docs/generate.md", marks=pytest.mark.slow)]
+)
 def test_examples_run(page):
     examples = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.S)
     assert examples

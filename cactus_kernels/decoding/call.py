@@ -21,7 +21,7 @@ from .keywords import check_refused, check_taken, num_assistant_tokens_of
 from .models import check_models, check_processes
 from .prompt import check_input_ids, check_mask
 from .state import check_copies
-from .warn import warn_of_rule
+from .warn import warn_of_rule, warn_of_untried
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,7 @@ def check_call(arguments: Arguments) -> Call:
     )
     choose_backend(call.backend, arguments.model.device)
     warn_of_rule(arguments, rule)
+    warn_of_untried(arguments)
     return call
 
 

@@ -1,18 +1,14 @@
 """Whether a target and its draft can decode together."""
 
-import warnings
-
 import torch
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from .arguments import Arguments
-from .cache.kinds import is_tried
-from .cache.support import check_rollback, without_wrapper
+from .cache.support import check_rollback
 
 # Vocabularies of one tokenizer may be padded to different sizes, but not by more than this.
 MAX_PADDING = 1024
-USERS_LINE = 5  # frames from the warning to who called `speculative_generate`, with `check_call` between
 
 
 def check_models(arguments: Arguments) -> None:
@@ -24,7 +20,6 @@ def check_models(arguments: Arguments) -> None:
     if not looks_up:
         _check_model("assistant_model", arguments.assistant_model)
         _check_together(arguments)
-    _warn_of_untried([arguments.model] if looks_up else [arguments.model, arguments.assistant_model])
 
 
 def check_same_tokenizer(tokenizer, assistant_tokenizer) -> None:
@@ -71,16 +66,4 @@ def _check_together(arguments):
         raise ValueError(
             f"the target has {sizes[0]} tokens and the draft {sizes[1]}: they must share a tokenizer (if they do, pass "
             "tokenizer= and assistant_tokenizer=, which are compared id by id)"
-        )
-
-
-def _warn_of_untried(models):
-    """One `UserWarning` for all models of kinds that nobody has compared."""
-    names = sorted({type(without_wrapper(model)).__name__ for model in models if not is_tried(without_wrapper(model))})
-    if names:
-        warnings.warn(
-            f"{' and '.join(names)}: not compared with plain `generate` by this package. Compare before you rely on it: "
-            "cactus-kernels check --model ID [--draft ID]",
-            UserWarning,
-            stacklevel=USERS_LINE,
         )

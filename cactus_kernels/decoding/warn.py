@@ -4,6 +4,8 @@ import warnings
 
 from ..rules import Rule
 from .arguments import Arguments
+from .cache.kinds import is_tried
+from .cache.support import without_wrapper
 
 USERS_LINE = 4  # frames from here to who called `speculative_generate`, with `check_call` between
 
@@ -22,6 +24,22 @@ def warn_of_rule(arguments: Arguments, rule: Rule) -> None:
         warnings.warn(
             f"the rule {rule.name} was given and do_sample is not set: tokens are the target's own greedy ones, whatever the "
             "rule; pass do_sample=True, or leave the rule out",
+            UserWarning,
+            stacklevel=USERS_LINE,
+        )
+
+
+def warn_of_untried(arguments: Arguments) -> None:
+    """One `UserWarning` for all models of kinds that nobody has compared."""
+    looks_up = arguments.setting("prompt_lookup_num_tokens") is not None
+    models = [
+        without_wrapper(m) for m in ([arguments.model] if looks_up else [arguments.model, arguments.assistant_model])
+    ]
+    names = sorted({type(model).__name__ for model in models if not is_tried(model)})
+    if names:
+        warnings.warn(
+            f"{' and '.join(names)}: not compared with plain `generate` by this package. Compare before you rely on it: "
+            "cactus-kernels check --model ID [--draft ID]",
             UserWarning,
             stacklevel=USERS_LINE,
         )
