@@ -18,6 +18,7 @@ from peers import PROBS, transformers_verify
 from cactus_kernels import verify
 from cactus_kernels.rules import (
     AdaptiveCactus,
+    Block,
     Cactus,
     Capped,
     Coupled,
@@ -41,6 +42,7 @@ RULES = {
     "TopK": TopK(10),
     "AdaptiveCactus": AdaptiveCactus(0.05),
     "Coupled": Coupled(),
+    "Block": Block(),
     "Optimal, price": Optimal(price=1.5),
     "Mentored": Mentored(0.05),
 }

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .kernels.scratch import new_scratch
     from .rules import (
         AdaptiveCactus,
+        Block,
         Cactus,
         Capped,
         Coupled,
@@ -41,8 +42,8 @@ _HOMES = {
     "drawing": ("draw", "row_stats", "sample"),
     "kernels.scratch": ("new_scratch",),
     "rules": (
-        "AdaptiveCactus", "Cactus", "Capped", "Coupled", "Interpolation", "Lenience", "Mentored", "Optimal", "Rule",
-        "SpS", "TopK", "Typical",
+        "AdaptiveCactus", "Block", "Cactus", "Capped", "Coupled", "Interpolation", "Lenience", "Mentored", "Optimal",
+        "Rule", "SpS", "TopK", "Typical",
     ),
     "sampling": ("RowStats", "Sampling"),
     "tools.pair": ("embedded_pair",),
@@ -52,6 +53,7 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "AdaptiveCactus",
+    "Block",
     "Cactus",
     "Capped",
     "Coupled",

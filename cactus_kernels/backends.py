@@ -13,11 +13,9 @@ from .contract import (
     new_output,
     new_row_output,
 )
+from .host import block as host_block
 from .host import draw as host_draw
 from .host import verify as host_verify
-
-# How drafts are verified that a rule judges as a whole, by `Rule.whole_draft`. All of them draw with the backend's own draw.
-WHOLE_DRAFT = {"coupled": coupled.verify}
 
 
 def choose_backend(backend, device) -> str:
@@ -47,7 +45,7 @@ def run(inputs: Inputs, out: VerifyOutput, scratch, backend) -> VerifyOutput:
         out.spent.zero_()
         inputs = replace(inputs, budget=None)
     if inputs.rule.whole_draft is not None:
-        WHOLE_DRAFT[inputs.rule.whole_draft](inputs, out, partial(_draw, scratch=scratch, backend=chosen))
+        WHOLE_DRAFT[inputs.rule.whole_draft](inputs, out, scratch, chosen)
     elif chosen == "torch":
         host_verify.verify(inputs, out, scratch)
     else:
@@ -78,3 +76,20 @@ def _draw(rows, seed, offset, sampling, scratch, backend):
         return run(inputs, new_output(inputs), scratch, backend).token_ids[:, 0]
     row_inputs = RowInputs(rows, sampling, False, seed, offset)
     return run_rows(row_inputs, new_row_output(row_inputs), scratch, backend).token_ids
+
+
+def _coupled(inputs, out, scratch, backend):
+    coupled.verify(inputs, out, partial(_draw, scratch=scratch, backend=backend))
+
+
+def _block(inputs, out, scratch, backend):
+    if backend == "torch":
+        host_block.verify(inputs, out)
+    else:
+        from .kernels import block  # noqa: PLC0415 (triton is optional)
+
+        block.verify(inputs, out, scratch)
+
+
+# How drafts are verified that a rule judges as a whole, by `Rule.whole_draft`.
+WHOLE_DRAFT = {"block": _block, "coupled": _coupled}

@@ -4,6 +4,7 @@ import math
 
 CHUNK = 1024  # tokens of a chunk in the race between chunks
 ONE = 2.0**52  # a weight of 1 in fixed point: 1024 weights of at most 1.01 stay below 2^63
+BLOCK_SHIFT = 10  # Z of a row: the sums of its chunks in units of 2^-52 2^10, so that 2^20 weights stay below 2^63
 MAX_DRAFT_TOKENS = 64  # of a request
 MAX_PROB = 1.01  # probabilities above this are bad input; between 1 and this they are rounding
 LARGEST = float.fromhex("0x1.fffffep127")  # of fp32

@@ -53,7 +53,8 @@ def verify(
         draft_token_ids: int32 or int64 [B, m] or flat [N]. An id of -1 ends its request's draft there: a token is drawn
             from the target row at that position.
         rule: a `Rule` or its name (docs/rules.md). One with statistics of the target's rows, or solved for row pairs, takes
-            launches of its own on a GPU.
+            launches of its own on a GPU. `Block` takes two in all; an invalid request emits nothing under it, unless its
+            whole draft was accepted.
         seed: int64 [B], the random stream of each request; or an int, which gives request r the stream (seed, r).
         offset: int64 [B] or an int: rows that each request has drafted or verified so far. Never use one for two calls
             of `verify`: advance it by m_b + 1 after each, whatever was accepted. The draws of a round's drafts (`draw`, at

@@ -164,13 +164,34 @@ def verify(inputs, out, scratch, splits=None, num_warps=None):
 
 def _verify_logits(inputs, out, scratch, splits, num_warps):
     """Reduce the rows of logits to statistics, then verify."""
+    has_bonus, J = inputs.bonus_token_ids is None, inputs.max_draft_tokens + (inputs.bonus_token_ids is None)
+
+    def run(scratch, stats, draft_stats):
+        if not inputs.rule.reads_rows:
+            return _launch(inputs, out, scratch.zeros, (stats, draft_stats), splits, num_warps)
+        written = replace(inputs, target=_written(inputs.target.values, stats[:, :J]))
+        if draft_stats is not None:
+            written = replace(written, draft=_written(inputs.draft.values, draft_stats))
+        return _launch(written, out, scratch.zeros, (None, None), splits, num_warps)
+
+    # Their rules read whole rows of probabilities: those are written first.
+    if inputs.rule.reads_rows and (inputs.cu_draft_tokens is not None or inputs.row_map is not None or not has_bonus):
+        raise ValueError(
+            f"from logits on triton, {inputs.rule.name} takes the padded layout with bonus rows and no row_map: pass that, "
+            "probabilities to `verify`, or backend='torch'"
+        )
+    with_statistics(inputs, scratch, run, splits, num_warps)
+
+
+def with_statistics(inputs, scratch, run, splits=None, num_warps=None):
+    """Reduce the rows of logits to statistics, and call `run(scratch, stats, draft_stats)`: fp32 [..., 8], or None."""
     B, m, has_bonus = inputs.batch_size, inputs.max_draft_tokens, inputs.bonus_token_ids is None
     draft = inputs.draft if isinstance(inputs.draft, Logits) and m else None
     reduced = draft if draft is not None and draft.sampling is not None else None
     J = m + has_bonus
     needs = {"batch_size": B, "vocab_size": max(inputs.vocab_size, inputs.draft_vocab_size), "rows": 2 * m + 1}
 
-    def run(scratch):
+    def reduce(scratch):
         stats = scratch.stats[: B * (2 * m + 1) * COLUMNS].view(B, 2 * m + 1, COLUMNS)
         rows = J if reduced is None else J + m
         if rows:
@@ -181,20 +202,9 @@ def _verify_logits(inputs, out, scratch, splits, num_warps):
         draft_stats = None
         if draft is not None:
             draft_stats = draft.stats if reduced is None else stats[:, J:]
-        if not inputs.rule.reads_rows:
-            return _launch(inputs, out, scratch.zeros, (stats, draft_stats), splits, num_warps)
-        written = replace(inputs, target=_written(inputs.target.values, stats[:, :J]))
-        if draft is not None:
-            written = replace(written, draft=_written(draft.values, draft_stats))
-        return _launch(written, out, scratch.zeros, (None, None), splits, num_warps)
+        run(scratch, stats, draft_stats)
 
-    # Their rules read whole rows of probabilities: those are written first.
-    if inputs.rule.reads_rows and (inputs.cu_draft_tokens is not None or inputs.row_map is not None or not has_bonus):
-        raise ValueError(
-            f"from logits on triton, {inputs.rule.name} takes the padded layout with bonus rows and no row_map: pass that, "
-            "probabilities to `verify`, or backend='torch'"
-        )
-    with_scratch(scratch, inputs.device, needs | {"entropy": False}, run)
+    with_scratch(scratch, inputs.device, needs | {"entropy": False}, reduce)
 
 
 def _written(logits, stats) -> Probs:

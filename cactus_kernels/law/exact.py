@@ -40,7 +40,7 @@ def emitted(p, q, rule) -> torch.Tensor:
 
     Raises:
         ValueError: shapes differ or are not [V] or [N, V], a strength for each request, bad probabilities, no draft mass; a
-            rule whose recovery is of no form known here.
+            rule whose recovery is of no form known here; `Block`, which judges no position by itself.
     """
     positions = Positions(p, q)
     return positions.full(positions.law(rule)[0])
@@ -116,17 +116,26 @@ class Positions:
             raise ValueError(f"the law is that of one position: give {rule.name} a number, not one strength a request")
         if rule.whole_draft == "coupled":
             return self.q / self.q.sum(-1, keepdim=True), self._coupled()
+        if rule.whole_draft is not None:
+            raise ValueError(
+                f"the law is that of one position, and {rule.name} judges a whole draft: one of a single token as SpS does"
+            )
         if rule.solves:
             stat = self._by_ratio.clip(rule.solves.what, rule.strengths[rule.solves.strength])
         else:
             stat = tuple(self._statistic(name) for name in rule.statistics) or None
-        self._check_recovery(rule, stat)
+        subtracts, scales = rule.subtracts_draft, self._check_recovery(rule, stat)
         p, q = self.p, self.q
         h = rule.accept(q, p, stat, *rule.strengths)
-        r = rule.recover(torch.ones_like(q) if rule.subtracts_draft else q, q, h, stat, *rule.strengths)
+        r = rule.recover(torch.ones_like(q) if subtracts and scales else q, q, h, stat, *rule.strengths).double()
         accepted = self.drafted * torch.where(p > 0, (h / p).clamp(max=1), 1.0)
         reject = self.drafted - accepted
-        recovered = self._from_residual(reject, r) if rule.subtracts_draft else _without(reject, r)
+        if subtracts and not scales:
+            w = (r - p).clamp(min=0)
+            some = w.sum(-1, keepdim=True) > w
+            recovered = _without(torch.where(some, reject, 0.0), w) + _without(torch.where(some, 0.0, reject), r)
+        else:
+            recovered = self._from_residual(reject, r) if subtracts else _without(reject, r)
         return accepted + recovered, accepted.sum(-1)
 
     def full(self, law):
@@ -136,23 +145,27 @@ class Positions:
         return law.new_zeros(*law.shape[:-1], self.vocab_size).index_copy(-1, self.columns, law)
 
     def _check_recovery(self, rule, stat):
-        """Recovery must be from q times a number s_n; or, where it does not take p off, from weights that are the same for all
-        n. Looked at for the largest entries of the first position, each with another one as n."""
-        p, q = (x.view(-1, x.shape[-1])[0] for x in (self.p, self.q))
-        some = (p + q).topk(min(CHECKED, len(q)))[1]
-        p, q = p[some], q[some]
-        stat = stat and tuple(x.view(-1)[0] for x in stat)
+        """Recovery must be from q times a number s_n; or from weights that are the same for all n. Whether it is the first.
+
+        Looked at for the largest entries of every position, each with another one as n.
+        """
+        p, q = self._largest
         h = rule.accept(q, p, stat, *rule.strengths)
 
         def r(q_x, shift):
-            return rule.recover(q_x, q.roll(shift), h.roll(shift), stat, *rule.strengths)
+            return rule.recover(q_x, q.roll(shift, -1), h.roll(shift, -1), stat, *rule.strengths).double()
 
-        expected = q * r(torch.ones_like(q), 1) if rule.subtracts_draft else r(q, 0)
-        if not torch.allclose(r(q, 1), expected, rtol=1e-9, atol=1e-12):
+        found = r(q, 1)
+        scales, is_fixed = (
+            torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
+            for expected in (q * r(torch.ones_like(q), 1), r(q, 0))
+        )
+        if not ((scales and rule.subtracts_draft) or is_fixed):
             raise ValueError(
                 f"the exact law of {rule.name} is not known: it takes r(x) = q(x) times a number that depends on the drafted "
-                "token alone; or, for a rule that does not subtract the draft, an r that does not depend on the drafted token"
+                "token alone, for a rule that subtracts the draft; or an r that does not depend on the drafted token"
             )
+        return scales
 
     def _statistic(self, name):
         """A row statistic, as in `host.statistics`, in float64: [..., 1]."""
@@ -191,6 +204,12 @@ class Positions:
         p, q = (self.full(x) for x in (self.p, self.q))
         p, q = (pad(x, (0, -self.vocab_size % CHUNK)).unflatten(-1, (-1, CHUNK)) for x in (p, q))
         return (_both_win(p.sum(-1), q.sum(-1)) * _both_win(p, q).sum(-1)).sum(-1)
+
+    @cached_property
+    def _largest(self):
+        """p and q of the tokens at which recovery is looked at, [..., CHECKED] each."""
+        some = (self.p + self.q).topk(min(CHECKED, self.q.shape[-1]), -1)[1]
+        return self.p.gather(-1, some), self.q.gather(-1, some)
 
     @cached_property
     def _by_ratio(self):

@@ -1,6 +1,7 @@
 """Acceptance rules, each written once for every backend: see `Rule`."""
 
 from .base import Rule, Solve, bind
+from .block import Block
 from .budget import MOST, UNIT, cap, spend
 from .cactus import AdaptiveCactus, Cactus, SpS, room
 from .clipped import Capped, Interpolation, Lenience, Mentored, Optimal
@@ -14,6 +15,7 @@ __all__ = [
     "RULES",
     "UNIT",
     "AdaptiveCactus",
+    "Block",
     "Cactus",
     "Capped",
     "Coupled",

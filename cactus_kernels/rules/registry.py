@@ -16,14 +16,15 @@ class Named:
     """A rule as it is known by one name.
 
     make: makes the rule from its strengths, each with a default; the first is what is meant by "the strength".
-    frontier: strengths at which the frontier measures it; without any it is not measured, unless it has no strength.
+    frontier: strengths at which the frontier measures it; without any it is not measured, unless it has no strength. None:
+        it is not measured.
     fuzzed: strengths that fuzzing chooses from, the odd ones among them, by their names.
     default: the rule at its default strength.
     """
 
     name: str
     make: Callable[..., Rule]
-    frontier: tuple[float, ...]
+    frontier: tuple[float, ...] | None
     fuzzed: Mapping[str, tuple]
     default: Rule
 
@@ -39,6 +40,8 @@ class Named:
     @property
     def measured(self) -> list[Rule]:
         """The rule at the strengths of the frontier."""
+        if self.frontier is None:
+            return []
         return [self.default] if self.strength is None else [self.make(x) for x in self.frontier]
 
 
@@ -49,7 +52,7 @@ def register(name: str, make: Callable[..., Rule], frontier=(), fuzzed: Mapping[
     """Let a rule be known by a name; see `Named`. Raises ValueError where another has it."""
     if name in RULES:
         raise ValueError(f"a rule is named {name!r} already")
-    RULES[name] = Named(name, make, tuple(frontier), fuzzed or {}, make())
+    RULES[name] = Named(name, make, None if frontier is None else tuple(frontier), fuzzed or {}, make())
 
 
 def resolve_rule(rule) -> Rule:

@@ -1,7 +1,7 @@
 """Rules that accept or reject a drafted token by the target alone, without a coin."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,6 +29,10 @@ def top_k_accept(q_n, p_n, stat, k):
 
 def top_k_recover(q, q_n, h_n, stat, k):
     return m.where(q >= stat[0], q, 0.0)
+
+
+def top_k_recover_upstream(q, q_n, h_n, stat, k):
+    return m.where(q >= stat[0], m.where(q > 0.0, 1.0, 0.0), 0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,29 +86,42 @@ class TopK(Rule):
     Reads every drafted target row.
 
     So the output is always one of the k tokens that the target finds most likely; all that tie with the k-th count.
-    Deterministic but for recovery: p does not count.
+    Deterministic but for recovery, p does not count in acceptance.
 
     Args:
         k: an int, at least 1. From the vocabulary's size on, every token that the target allows is accepted.
+        recovery: "target", from q among the k; or "upstream", from norm((1[x among the k] - p(x))+), as the code published
+            with Cactus has it, where all of the k weigh nearly alike.
 
     Raises:
-        TypeError: not an int. ValueError: below 1, or 2^31 and more.
+        TypeError: k is not an int. ValueError: k below 1, or 2^31 and more; another recovery.
     """
 
     k: int = 10
+    recovery: str = "target"
 
-    name = "top-k"
     accept = staticmethod(top_k_accept)
-    recover = staticmethod(top_k_recover)
-    subtracts_draft = False
+    strengths = one_strength("k")
+
+    @property
+    def name(self) -> str:
+        return "top-k" if self.recovery == "target" else "top-k-upstream"
+
+    @property
+    def recover(self):
+        return top_k_recover if self.recovery == "target" else top_k_recover_upstream
+
+    @property
+    def subtracts_draft(self) -> bool:
+        return self.recovery == "upstream"
 
     @property
     def statistics(self) -> tuple:
         return (("k-th largest", self.k),)
 
-    strengths = one_strength("k")
-
     def __post_init__(self):
+        if self.recovery not in ("target", "upstream"):
+            raise ValueError(f'recovery must be "target" or "upstream", got {self.recovery!r}')
         if isinstance(self.k, bool) or not isinstance(self.k, int):
             raise TypeError(f"k must be an int, got {self.k!r}")
         if not 1 <= self.k < 2**31:
@@ -115,6 +132,12 @@ def _top_k(k=10):
     return TopK(int(k) if isinstance(k, float) and k.is_integer() else k)  # as a strength, it comes as a float
 
 
+def _top_k_upstream(k=10):
+    return replace(_top_k(k), recovery="upstream")
+
+
 ODD_THRESHOLDS = {"epsilon": (0.0, 1e-6, 0.09, 0.5, 0.9, 1.0), "alpha": (None, None, 0.0, 0.3, 0.99, 1.0)}
 register("typical", Typical, (0.5, 0.3, 0.2, 0.09, 0.03, 0.01, 0.001), ODD_THRESHOLDS)
-register("top-k", _top_k, (1, 2, 3, 5, 10, 20, 50), {"k": (1, 2, 3, 10, 1000, 5000)})
+KS, ODD_KS = (1, 2, 3, 5, 10, 20, 50), {"k": (1, 2, 3, 10, 1000, 5000)}
+register("top-k", _top_k, KS, ODD_KS)
+register("top-k-upstream", _top_k_upstream, KS, ODD_KS)

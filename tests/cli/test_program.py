@@ -39,7 +39,7 @@ def test_help_and_version(command):
     code, out, _ = command("generate", "--help")
     assert code == 0 and all(option in out for option in ("--model", "--delta", "--compare", "--greedy", "--json"))
     words = " ".join(re.sub("[│╭╰─╮╯]", " ", out).split())
-    for name in RULES.keys() - {"sps", "coupled"}:
+    for name in RULES.keys() - {"block", "coupled", "sps"}:
         assert name in words.partition("--strength")[2].partition("--delta")[0]
     assert command("--version") == (0, "0.1.0\n", "")
 

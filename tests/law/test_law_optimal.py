@@ -28,7 +28,7 @@ LOSSY = [
     *(Interpolation(x) for x in (0.2, 0.8)),
     *(Mentored(x) for x in (0.01, 0.3)),
     *(Typical(x) for x in (0.01, 0.3)),
-    *(TopK(k) for k in (1, 5)),
+    *(TopK(k, recovery) for k in (1, 5) for recovery in ("target", "upstream")),
     SpS(),
     Coupled(),
 ]

@@ -49,6 +49,7 @@ RULES = [
     *((Typical(x), lambda p, q, x=x: exact.typical(p, q, f(x), f(np.sqrt(x))), 1e-12) for x in (0.09, 0.4)),
     (Typical(0.3, 0.4), lambda p, q: exact.typical(p, q, f(0.3), f(0.4)), 1e-12),
     *((TopK(k), lambda p, q, k=k: exact.top_k(p, q, k), 1e-12) for k in (1, 3, 100)),
+    *((TopK(k, "upstream"), lambda p, q, k=k: exact.top_k(p, q, k, upstream=True), 1e-12) for k in (1, 3, 100)),
 ]
 
 
@@ -155,7 +156,7 @@ def test_coupled_takes_the_chunks_of_the_race():
 
 
 class Squared(Rule):
-    """Recovers from q squared, which is no multiple of q."""
+    """Recovers from q squared by the drafted token, which is no multiple of q, nor the same for all drafted tokens."""
 
     name = "squared"
 
@@ -165,7 +166,7 @@ class Squared(Rule):
 
     @staticmethod
     def recover(q, q_n, h_n, stat):
-        return q * q
+        return q * q * (1 - q_n)
 
 
 class OfTheDrafted(Rule):

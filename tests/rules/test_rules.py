@@ -252,11 +252,12 @@ def test_typical_recovers_the_likeliest_and_always_accepts_it():
     assert (out.token_ids[:, 0] == torch.where(ids[:, 0] == 0, 1, ids[:, 0])).all()
 
 
-def test_top_k_never_leaves_the_k_likeliest():
+@pytest.mark.parametrize("recovery", ["target", "upstream"])
+def test_top_k_never_leaves_the_k_likeliest(recovery):
     generator = torch.Generator().manual_seed(0)
     target, draft = torch.randn(2, 200, 2, 50, generator=generator).softmax(-1)
     ids = torch.multinomial(draft[:, 0], 1, generator=generator)
-    out = verify(target, draft[:, :1], ids, TopK(4), seed=0, offset=0)
+    out = verify(target, draft[:, :1], ids, TopK(4, recovery), seed=0, offset=0)
     kept = target[:, 0].gather(1, out.token_ids[:, :1])[:, 0] >= target[:, 0].topk(4)[0][:, -1]
     assert kept.all() and 0 < out.num_accepted.sum() < 200
 
@@ -477,7 +478,7 @@ def test_a_rule_without_strengths_keeps_its_budget(backend, count, device):
 
 @pytest.mark.parametrize("name", RULES)
 def test_which_rules_are_lossless(name):
-    assert resolve_rule(name).lossless is (name in ("sps", "coupled"))
+    assert resolve_rule(name).lossless is (name in ("block", "coupled", "sps"))
 
 
 def second_cap_accept(q_n, p_n, stat, unused, cap):
@@ -509,7 +510,8 @@ def test_a_solved_rule_of_ones_own(backend, count, device):
 
 CORE = (
     "verification", "host/verify", "kernels/verify", "kernels/judge", "host/clip", "kernels/clip", "host/statistics",
-    "kernels/statistics", "coupled", "contract", "backends", "law/exact", "ops", "decoding/stats",
+    "kernels/statistics", "coupled", "host/block", "kernels/block", "contract", "backends", "law/exact", "ops",
+    "decoding/stats",
 )  # fmt: skip
 
 
@@ -543,6 +545,7 @@ REFUSED = [
     (lambda: Typical(0.5, 2.0), ValueError, "alpha"),
     (lambda: TopK(0), ValueError, "at least 1"),
     (lambda: RULES["top-k"].make(1e39), ValueError, "k must be at least 1 and fit in 32 bits, got 9{5}"),
+    (lambda: TopK(2, "draft"), ValueError, "recovery must be"),
     (lambda: TopK(2.0), TypeError, "k must be an int, got 2.0"),
     *(
         (lambda x=x: RULES["top-k"].make(x), TypeError, f"k must be an int, got {x}")

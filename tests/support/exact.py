@@ -80,9 +80,9 @@ def typical(p, q, epsilon, alpha):
     return (q > min(epsilon, alpha * np.exp(-entropy(q)))) | (q == q.max()), lambda n: likeliest
 
 
-def top_k(p, q, k):
+def top_k(p, q, k, upstream=False):
     among = (q >= np.sort(q)[::-1][min(k, len(q)) - 1]) & (q > 0)
-    return among, lambda n: np.where(among, q, 0)
+    return among, lambda n: np.where(among, 1 - p if upstream else q, 0)
 
 
 def clipped(p, q, b, c):

@@ -22,7 +22,7 @@ import torch
 
 from cactus_kernels import Cactus, RowStats, SampleOutput, Sampling, VerifyOutput, contract
 from cactus_kernels.contract import Inputs, Logits, Probs, RowInputs
-from cactus_kernels.rules import AdaptiveCactus, Mentored, Optimal, Rule, SpS, TopK, Typical, m
+from cactus_kernels.rules import AdaptiveCactus, Block, Mentored, Optimal, Rule, SpS, TopK, Typical, m
 
 TARGETS = {
     "sm_80": ("cuda", 80, 32),
@@ -40,15 +40,18 @@ KERNELS = {
     "entropy_kernel": "kernels.statistics",
     "kth_largest_kernel": "kernels.statistics",
     "clip_kernel": "kernels.clip",
+    "block_sums_kernel": "kernels.block",
+    "block_kernel": "kernels.block",
 }
 
-# Rules with a kernel of their own before verification.
+# Rules with a kernel of their own.
 RULES = {
     "Typical": Typical(),
     "TopK": TopK(10),
     "Optimal by cap": Optimal(cap=1.5),
     "Optimal by price": Optimal(price=2.0),
     "Mentored": Mentored(0.1),
+    "Block": Block(),
 }
 
 
@@ -157,6 +160,12 @@ def ways():
         "a budget, no strength": packed(**padded | {"rule": Fixed(), "budget": torch.ones(2).double()}),
         "two dtypes and two sizes": packed(**padded | {"target": q[..., :50_000].bfloat16()}),
         "no drafts": contract.inputs_of_rows(q[:, 0], 5, numbers),
+        "a whole draft, flat, one-hot": packed(**flat | {"draft": None, "rule": Block()}),
+        "a whole draft, from logits, with the caller's bonus tokens": packed(
+            **flat | {"target": q[0, :3], "draft_token_ids": ids[0].int(), "sampling": Sampling(torch.ones(2)), "offset": 0}
+            | {"bonus_token_ids": numbers.int(), "draft_sampling": Sampling(torch.ones(2)), "rule": Block()}
+            | {"draft": p, "row_map": numbers.int()}
+        ),
         "one token, one request": packed(
             **padded | {"target": q[:1, :2, :1], "draft": p[:1, :1, :1], "draft_token_ids": ids[:1, :1]}
             | {"seed": numbers[:1], "offset": numbers[:1], "max_draft_tokens": 1, "batch_size": 1}
@@ -209,6 +218,7 @@ def compile_all(target):
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
+    from cactus_kernels.kernels import block as kernel_block
     from cactus_kernels.kernels import rows as kernel_rows
     from cactus_kernels.kernels import verify as kernel_verify
 
@@ -248,7 +258,7 @@ def compile_all(target):
             B, width = inputs.batch_size, inputs.max_draft_tokens + 1
             ids = torch.zeros(B, width, dtype=inputs.draft_token_ids.dtype)
             out = VerifyOutput(ids, torch.zeros(B, dtype=torch.int32), torch.zeros(B).bool(), torch.zeros(B).double())
-            kernel_verify.verify(inputs, out, None)
+            (kernel_block if inputs.rule.whole_draft else kernel_verify).verify(inputs, out, None)
         found[case] = {name: of(kernel.asm) for name, kernel in launched.items()}
     return found
 

@@ -10,6 +10,7 @@ import torch
 
 from cactus_kernels import (
     AdaptiveCactus,
+    Block,
     Cactus,
     Capped,
     Coupled,
@@ -70,6 +71,8 @@ RULES: dict[str, Callable[[], Rule]] = {
     "TopK 5": lambda: TopK(5),
     "TopK 1000": lambda: TopK(1000),
     "Coupled": Coupled,
+    "TopK 5 upstream": lambda: TopK(5, "upstream"),
+    "Block": Block,
 }
 STREAMS = {  # seed and offset
     "ints": (11, 0),
@@ -178,7 +181,9 @@ def streams() -> Named:
 
 def ends() -> Named:
     """Drafts of no tokens, of many, ended early; no residual, or a draft like the target; rows of one token; small sums."""
-    for i, name in enumerate(("SpS", "Cactus number", "Capped requests", "Optimal price number", "TopK 5", "Coupled")):
+    for i, name in enumerate(
+        ("SpS", "Cactus number", "Capped requests", "Optimal price number", "TopK 5", "Coupled", "Block")
+    ):
         common = stream(i) | {"rule": RULES[name]()}
         for V in SIZES:
             yield f"{name}, bonus rows, {V}", batch("padded", V, lengths=(0,) * B) | common
@@ -215,7 +220,7 @@ def bads() -> Named:
         case = batch("padded", 1030) | stream(i) | {"rule": RULES[name]()}
         case["target_probs"][1, 1, case["draft_token_ids"][1, 1]] = 1.02
         yield f"{name}, 1.02 in target", case
-    for i, name in enumerate(("SpS", "Cactus requests", "Optimal price number", "Typical number", "Coupled")):
+    for i, name in enumerate(("SpS", "Cactus requests", "Optimal price number", "Typical number", "Coupled", "Block")):
         common = stream(i) | {"rule": RULES[name]()}
         for what, n in (("id -2", -2), ("id V - 1", 1029), ("id V", 1030), ("id 2^31 - 1", 2**31 - 1)):
             case = batch("flat", 1030) | common

@@ -48,6 +48,7 @@ LAWS = {
     "optimal, price 2": (Optimal(price=2.0), lambda p, q: exact.clipped(p, q, *exact.clip(p, q, price=2))),
     "mentored 0.1": (Mentored(0.1), lambda p, q: exact.clipped(p, q, *within_kl(p, q, f(0.1)))),
     "top-k 3": (TopK(3), lambda p, q: exact.top_k(p, q, 3)),
+    "top-k 3, upstream": (TopK(3, "upstream"), lambda p, q: exact.top_k(p, q, 3, upstream=True)),
 }
 
 
