@@ -44,7 +44,6 @@ setup(
         "bench": [
             "pytest>=8",
             "pytest-benchmark>=4",
-            "scipy>=1.11",
             "economize>=0.3.2",
             'flashspec>=0.3.1; python_version >= "3.11"',
         ],

@@ -16,7 +16,6 @@ import json
 import time
 
 import torch
-from scipy.stats import chi2
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cactus_kernels import speculative_generate
@@ -48,7 +47,8 @@ def decode(model, draft, tokenizer, texts, way, tokens, seeds):
     if way == "generate, greedy":
         out = model.generate(**inputs, do_sample=False, **settings)
     else:
-        sampled = {"do_sample": True, "top_k": 0} if way.endswith("sampled") else {"do_sample": False}
+        whole = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "rule": "cactus"}
+        sampled = whole if way.endswith("sampled") else {"do_sample": False}
         out = speculative_generate(model, **inputs, assistant_model=draft, seed=seeds, **sampled, **settings)
     return out[:, inputs.input_ids.shape[1] :].tolist()
 
@@ -63,8 +63,19 @@ def first_difference(one, other):
 
 def rate(differences, compared):
     """Differences per token and the exact 95 % interval of a Poisson rate."""
-    low = chi2.ppf(0.025, 2 * differences) / 2 / compared if differences else 0.0
-    return differences / compared, low, chi2.ppf(0.975, 2 * differences + 2) / 2 / compared
+    low = gamma_quantile(differences, 0.025) / compared if differences else 0.0
+    return differences / compared, low, gamma_quantile(differences + 1, 0.975) / compared
+
+
+def gamma_quantile(shape, share):
+    """x below which a gamma variable of that shape (a whole number) and scale 1 lies with probability `share`."""
+    shape = torch.tensor(float(shape), dtype=torch.float64)
+    low, high = torch.zeros_like(shape), 10 * shape + 10
+    for _ in range(100):
+        middle = (low + high) / 2
+        below = torch.special.gammainc(shape, middle) < share
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return high.item()
 
 
 def measure(target, draft, dtype, way, requests, batch, tokens):

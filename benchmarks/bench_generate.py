@@ -1,7 +1,7 @@
 """Time outside the models' forward passes in one round of sampled decoding: ours beside transformers' assisted generation.
 
-    pytest benchmarks/bench_generate.py                               # a table by pytest-benchmark
     python benchmarks/bench_generate.py                               # the ratio measured in turn, ends in one JSON line
+    pytest benchmarks/bench_tables.py                                 # a table by pytest-benchmark (the extra `bench`)
 
 Everything that is not a model is the same size for a large model as for a small one: drawing drafts, softmaxes,
 verification, bookkeeping. So the models here are tiny with a real vocabulary, V = 128,256, and their forward passes are
@@ -13,7 +13,6 @@ import json
 import statistics
 import time
 
-import pytest
 import torch
 from peers import draft_always
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
@@ -84,18 +83,6 @@ def outside_forwards(way, target, draft, timers, seed):
 
 
 WAYS = ["sps", "cactus", "transformers"]
-
-
-@pytest.fixture(scope="module")
-def models():
-    target, draft = pair()
-    return target, draft, [ForwardTimer(target), ForwardTimer(draft)]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_generate(benchmark, models, way):
-    benchmark.group = f"whole generation, V={V}, m={M}, forward passes included"
-    benchmark.pedantic(outside_forwards, args=(way, *models, 0), rounds=5, warmup_rounds=1)
 
 
 def medians(rounds):

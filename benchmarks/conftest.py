@@ -39,5 +39,5 @@ def pytest_generate_tests(metafunc):
     for name in SIZES:
         if name in metafunc.fixturenames:
             metafunc.parametrize(name, metafunc.config.getoption(f"--{name}"), ids=lambda x, name=name: f"{name}={x}")
-    if "way" in metafunc.fixturenames:
+    if hasattr(metafunc.module, "WAYS"):
         metafunc.parametrize("way", metafunc.module.WAYS[metafunc.function.__name__])

@@ -223,7 +223,7 @@ def texts(name):
         "truncated": sampled | {"rule": AdaptiveCactus(0.5), "top_k": 5, "top_p": 0.9},
         "greedy": {"assistant_model": draft},
         "coupled": sampled | {"rule": "coupled"},
-        "prompt lookup": sampled | {"assistant_model": None, "prompt_lookup_num_tokens": 3},
+        "prompt lookup": sampled | {"rule": "cactus", "assistant_model": None, "prompt_lookup_num_tokens": 3},
     }.items():
         out = cactus_kernels.speculative_generate(target, ids, **shared | options)
         alone = cactus_kernels.speculative_generate(target, ids[1:], **shared | options | {"attention_mask": mask[1:]})

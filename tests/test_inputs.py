@@ -14,7 +14,7 @@ from support.models import TableModel, table_pair
 from test_cache import SMALL_MAMBA, SMALL_NEXT, SMALL_T5, build, model_of
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from cactus_kernels import Cactus, VerifyOutput, draw, speculative_generate, verify
 
@@ -53,7 +53,10 @@ REFUSED = {
     "many drafts": ({"num_assistant_tokens": 65}, ValueError, r"num_assistant_tokens must be in 1 \.\. 64, got 65"),
     "fraction": ({"num_assistant_tokens": 2.5}, TypeError, "num_assistant_tokens must be an int, got 2.5"),
     "truth": ({"num_assistant_tokens": True}, TypeError, "num_assistant_tokens must be an int, got True"),
-    "None": ({"num_assistant_tokens": None}, TypeError, "num_assistant_tokens must be an int, got None"),
+    "string": ({"num_assistant_tokens": "5"}, TypeError, "num_assistant_tokens must be an int, got '5'"),
+    "in a config": (
+        {"generation_config": GenerationConfig(num_assistant_tokens=65)}, ValueError, r"must be in 1 \.\. 64, got 65"
+    ),
     # the pair
     "no draft": ({"assistant_model": None}, ValueError, "assistant_model is None: pass the draft model"),
     "a name": ({"assistant_model": "gpt2"}, TypeError, "assistant_model must be a transformers causal LM, got str"),
@@ -141,7 +144,7 @@ REFUSED = {
         {"prompt_lookup_num_tokens": 3}, ValueError, "prompt_lookup_num_tokens and assistant_model are both given: leave one"
     ),
     "lookup and a number": (
-        {"prompt_lookup_num_tokens": 3, "assistant_model": None, "num_assistant_tokens": 4},
+        {"prompt_lookup_num_tokens": 3, "assistant_model": None, "num_assistant_tokens": 5},
         ValueError,
         "prompt_lookup_num_tokens and num_assistant_tokens are both given: leave the latter out",
     ),
@@ -171,7 +174,11 @@ REFUSED = {
     ),
     "prompt too long": ({"max_length": 2, "max_new_tokens": None}, ValueError, "input_ids is 2, but `max_length` is set to 2"),
     "no new tokens": ({"max_new_tokens": 0}, ValueError, "`max_new_tokens` must be greater than 0, but is 0"),
-    "temperature": ({"temperature": -1.0, "do_sample": True}, ValueError, "`temperature` .=-1.0. has to be a strictly positive"),
+    "temperature": (
+        {"temperature": -1.0, "do_sample": True, "rule": "sps"},
+        ValueError,
+        "`temperature` .=-1.0. has to be a strictly positive",
+    ),
     "typo": ({"max_new_token": 3}, ValueError, r"not used by the model: \['max_new_token'\]"),
     "typos": ({"temprature": 1.0, "do_sampel": True}, ValueError, "temprature.*do_sampel"),
     "a name of the loop's": ({"request": 1}, ValueError, r"not used by the model: \['request'\]"),
@@ -223,12 +230,9 @@ def test_settings_are_refused_wherever_they_stand(name, where):
     assert target.calls == draft.calls == 0
 
 
-@pytest.mark.parametrize("who", ["target", "draft"])
-def test_more_tokens_than_positions(who):
-    """The length that counts is that of the longest row without its padding."""
-    long, short = build("llama", dtype=torch.float32), build("gpt2", dtype=torch.float32)
-    long.config.max_position_embeddings = 1000
-    target, draft = (short, long) if who == "target" else (long, short)
+def test_more_tokens_than_positions():
+    """The length that counts is that of the longest row without its padding. Of a draft it is no error (test_positions.py)."""
+    target, draft = build("gpt2", dtype=torch.float32), build("llama", dtype=torch.float32)
     ids = torch.full((2, 250), 3)
     mask = torch.ones_like(ids)
     mask[:, :10] = 0
@@ -237,11 +241,12 @@ def test_more_tokens_than_positions(who):
         model.register_forward_pre_hook(lambda *_, i=i: counts.__setitem__(i, counts[i] + 1))
     settings = {"assistant_model": draft, "attention_mask": mask}
     with pytest.raises(
-        ValueError, match="max_length is 257, but GPT2LMHeadModel has 256 positions: use a shorter prompt"
+        ValueError,
+        match=r"max_length is 258, but the target, GPT2LMHeadModel, has a table of 256 positions, .* use a shorter",
     ):
-        speculative_generate(target, ids, max_new_tokens=17, **settings)
+        speculative_generate(target, ids, max_new_tokens=18, **settings)
     assert counts == [0, 0]
-    assert speculative_generate(target, ids, max_new_tokens=16, **settings).shape == (2, 266)
+    assert speculative_generate(target, ids, max_new_tokens=17, **settings).shape == (2, 267)
 
 
 @pytest.mark.parametrize(

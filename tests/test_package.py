@@ -148,7 +148,49 @@ def test_ci_runs_the_command_that_the_readme_names():
     ]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/engine.md", "docs/generate.md"])
+@pytest.mark.slow
+def test_benchmarks_that_the_docs_name_need_the_package_alone():
+    """Not what only its extras bring."""
+    extras = {"pytest", "pytest_benchmark", "scipy", "peft", "matplotlib"}
+    pages = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
+    named = sorted(set(re.findall(r"benchmarks/(\w+)\.py", pages)) - {"peers"})
+    assert {"bench_verify", "bench_generate", "bench_heavy_twin", "batch_sensitivity", "gpu_check"} <= set(named)
+    script = f"""
+import importlib, sys
+sys.modules.update(dict.fromkeys({sorted(extras)!r}))
+for name in {named!r}:
+    importlib.import_module(name)
+    print(name)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT / "benchmarks")
+    assert (done.returncode, done.stdout.split()) == (0, named), done.stderr
+
+
+def test_what_is_to_be_installed_is_there():
+    """The package is on no index: its extras are installed from a clone, and are among those of setup.py."""
+    extras = set(re.findall(r'^        "(\w+)": \[', (ROOT / "setup.py").read_text(encoding="utf-8"), re.M))
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "cactus_kernels").rglob("*.py")]
+    said = [
+        x for page in pages for x in re.findall(r"pip install (?:-e )?[\"']?([\w.-]*\[\w+\])", page.read_text("utf-8"))
+    ]
+    assert said and all(re.fullmatch(r"\.\[(\w+)\]", x) and x[2:-1] in extras for x in said), said
+
+
+@pytest.mark.parametrize("interval", [(0, 150), (3, 288), (7, 150), (120, 999)], ids=str)
+def test_the_intervals_of_batch_sensitivity_are_exact(interval, monkeypatch):
+    from scipy.stats import chi2
+
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import batch_sensitivity
+
+    n, compared = interval
+    expected = [0.0 if n == 0 else chi2.ppf(0.025, 2 * n) / 2, chi2.ppf(0.975, 2 * n + 2) / 2]
+    assert batch_sensitivity.rate(n, compared) == pytest.approx((n / compared, *(x / compared for x in expected)))
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/engine.md", pytest.param("docs/generate.md", marks=pytest.mark.slow)]
+)
 def test_examples_run(page):
     examples = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.S)
     assert examples

@@ -10,7 +10,11 @@ import typer
 from ..tools import runs
 from ..tools.chat import Message, parse_messages, render
 from ..tools.pair import ModelPair
+from ..tools.settings import RunSettings
 from . import terminal
+
+END_OF_INPUT = "Ctrl-Z and Enter" if sys.platform == "win32" else "Ctrl-D"
+HOW_TO_QUIT = f"Ctrl-C stops an answer. At the prompt, {END_OF_INPUT} or Ctrl-C ends the conversation."
 
 
 @dataclass(frozen=True)
@@ -64,17 +68,33 @@ class Question:
         return parse_messages(Path(name).read_text(encoding="utf-8"))
 
 
-def converse(pair: ModelPair, settings: runs.RunSettings, turns: list[Message], thinking: bool | None) -> None:
-    """A conversation after `turns`: a line from stdin is a message, the end of stdin its end."""
+def converse(pair: ModelPair, settings: RunSettings, turns: list[Message], thinking: bool | None) -> None:
+    """A conversation after `turns`: a line from stdin is a message, the end of stdin its end.
+
+    An interrupt (Ctrl-C) stops an answer, of which the conversation keeps what was written; at the prompt it is raised.
+    """
+    if sys.stdin.isatty():
+        typer.secho(HOW_TO_QUIT, dim=True)
     for line in _lines():
         turns = [*turns, {"role": "user", "content": line}]
-        ids = runs.encode(pair, render(pair.tokenizer, turns, thinking), settings, add_special_tokens=False)
-        run = runs.run_speculative(pair, ids, settings, write=terminal.write)
-        turns = [*turns, {"role": "assistant", "content": run.text}]
+        written: list[str] = []
+
+        def write(piece: str, written: list[str] = written) -> None:
+            written.append(piece)
+            terminal.write(piece)
+
+        try:
+            ids = runs.encode(pair, render(pair.tokenizer, turns, thinking), settings, add_special_tokens=False)
+            run = runs.run_speculative(pair, ids, settings, write=write)
+        except KeyboardInterrupt:
+            note = "stopped"
+        else:
+            rate = f"{run.tokens_per_second:.1f} tokens a second, {run.tokens_per_forward:.2f} a target forward"
+            note = f"{len(run.token_ids)} tokens, {rate}"
+        turns = [*turns, {"role": "assistant", "content": "".join(written)}]
         # Another random stream for the next answer.
         settings = replace(settings, seed=settings.seed + 1 if settings.seed < 2**63 - 1 else -(2**63))
-        rate = f"{run.tokens_per_second:.1f} tokens a second, {run.tokens_per_forward:.2f} a target forward"
-        typer.secho(f"\n[{len(run.token_ids)} tokens, {rate}]", dim=True)
+        typer.secho(f"\n[{note}]", dim=True)
 
 
 def _stdin() -> str:

@@ -1,10 +1,11 @@
-"""The command from its arguments to its exit code: everything that is wrong ends in one line on stderr."""
+"""The command from its arguments to its exit code: everything that is wrong ends in one line on stderr, a warning is one, too."""
 
 import errno
 import os
 import sys
+import warnings
 from io import TextIOWrapper
-from typing import Any
+from typing import Any, TextIO
 
 import typer
 
@@ -21,7 +22,9 @@ def run(argv: list[str]) -> int:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
     try:
-        code = command_line().main(argv or ["--help"], prog_name=PROGRAM, standalone_mode=False)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show
+            code = command_line().main(argv or ["--help"], prog_name=PROGRAM, standalone_mode=False)
         sys.stdout.flush()
     except UsageError as error:
         return _fail(error.format_message(), 2)
@@ -35,6 +38,18 @@ def run(argv: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left cannot be written at exit either
         return 1 if error.errno == errno.EPIPE else _fail(str(error), 1)  # of a closed pipe nobody reads on
     return code or 0
+
+
+def _show(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """A warning in one line, without the place in the code that it is of."""
+    print(f"{PROGRAM}: {' '.join(str(message).split())}", file=sys.stderr)
 
 
 def _fail(message: str, code: int) -> int:

@@ -1,7 +1,7 @@
 """What the command prints: text, tables, bars, JSON."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 # What a model writes must not steer the terminal.
 CONTROLS = {c: "\N{REPLACEMENT CHARACTER}" for c in (*range(32), *range(127, 160)) if chr(c) not in "\n\t"}
+
+
+UNLIMITED = 10_000  # columns
 
 
 def write(piece: str) -> None:
@@ -47,12 +50,38 @@ def progress() -> Iterator[Callable[[str, float], None]]:
         yield lambda what, share: bar.update(task, description=what, completed=share)
 
 
-def table(*columns: str) -> Table:
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Rows under the names of their columns; where the terminal is too narrow for them, row by row, each of several lines."""
+    made, rows = console(), list(rows)
+    lines = _table(columns, rows)
+    width = made.measure(lines, options=made.options.update(width=UNLIMITED)).maximum
+    if not made.is_terminal:
+        made.width = max(made.width, width)
+        with made.capture() as captured:
+            made.print(lines)
+        # A table is padded to its width.
+        typer.echo("".join(line.rstrip() + "\n" for line in captured.get().splitlines()), nl=False)
+    elif any(columns) and width > made.width:
+        named = sum(not c for c in columns[1:]) + 1  # columns without a name belong to that of the row
+        before = ""
+        for name, *row in rows:
+            before = name or before
+            made.print(" ".join([before, *row[: named - 1]]), style="bold")
+            made.print(
+                _table(("", ""), [(f"  {c}", x) for c, x in zip(columns[named:], row[named - 1 :], strict=True)])
+            )
+    else:
+        made.print(lines)
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     made = Table(box=None, pad_edge=False, show_header=any(columns), padding=(0, 2, 0, 0))
     for i, name in enumerate(columns):
         made.add_column(
             name, style="bold" if i == 0 else None, no_wrap=i == 0, justify="right" if i and name else "left"
         )
+    for row in rows:
+        made.add_row(*row)
     return made
 
 
@@ -72,21 +101,20 @@ def print_run(run: "SpeculativeRun", settings: dict[str, Any]) -> None:
     caches = f"caches {_megabytes(stats.target_cache_bytes + stats.draft_cache_bytes)}"
     peak = "" if stats.peak_memory_bytes is None else f"; at most {_megabytes(stats.peak_memory_bytes)} in all"
     rows["memory"] = f"{caches}{peak}"
+    if stats.budget is not None and stats.spent is not None:
+        rows["budget"] = f"{stats.spent[0]:.2f} of {stats.budget[0]:g} nats"
     rows["models"] = models(settings)
     if not settings["greedy"]:
         rows["seed"] = str(settings["seed"])
-    lines = table("", "")
-    for row in rows.items():
-        lines.add_row(*row)
-    console().print(lines)
+    print_table(("", ""), rows.items())
 
 
 def print_comparison(
     results: "list[Run]", speeds: list[float], settings: dict[str, Any], why_slower: str | None
 ) -> None:
-    lines = table("decoding", "tokens", "seconds", "tokens/s", "tokens/forward", "accepted", "speed")
-    for run, speed in zip(results, speeds, strict=True):
-        lines.add_row(
+    columns = ("decoding", "tokens", "seconds", "tokens/s", "tokens/forward", "accepted", "speed")
+    rows = [
+        (
             _decoding(run.decoding, settings),
             str(len(run.token_ids)),
             f"{run.seconds:.2f}",
@@ -95,8 +123,10 @@ def print_comparison(
             _percent(run.acceptance_rate),
             f"{speed:.2f}x",
         )
+        for run, speed in zip(results, speeds, strict=True)
+    ]
+    print_table(columns, rows)
     out = console()
-    out.print(lines)
     seed = "greedy" if settings["greedy"] else f"seed {settings['seed']}"
     drafts = settings["prompt_lookup_num_tokens"] or settings["num_assistant_tokens"]
     notes = [f"{models(settings)}; {drafts} drafted tokens a round; {seed}."]

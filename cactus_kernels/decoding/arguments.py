@@ -37,3 +37,17 @@ class Arguments:
         value = getattr(self.generation_config, name, None)
         own = getattr(self.model, "generation_config", None)
         return getattr(own, name, None) if value is None else value
+
+    def drafting(self, name: str, filled_in: Any) -> Any:
+        """A setting of drafting: its keyword, else the config passed, else the draft's own, else the model's; None: nobody says.
+
+        filled_in: what `generate` makes of it in a config that it has prepared, where nobody says.
+        """
+        if name in self.keywords:
+            return self.keywords[name]
+        models = (self.assistant_model, self.model)
+        draft, own = (getattr(getattr(each, "generation_config", None), name, None) for each in models)
+        passed = getattr(self.generation_config, name, None)
+        if self.expanded and passed in (filled_in, own):
+            passed = None
+        return next((value for value in (passed, draft, own) if value is not None), None)

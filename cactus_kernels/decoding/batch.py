@@ -15,7 +15,7 @@ class Emitted:
 
     Attributes:
         token_ids: a list; empty for a row that had ended before.
-        accepted: how many of them were drafted, of `drafted` ones.
+        accepted: how many of them were drafted, of `drafted` ones; those after the row's end do not count.
         ended: whether the row ends with them.
     """
 
@@ -95,8 +95,11 @@ class Batch:
         real = (positions >= 0) & (j < self.num_drafts[:, None]) & self.is_active[:, None]
         return self.text.gather(1, positions.clamp(min=0)), positions.masked_fill(~real, -1)
 
-    def emit(self, verified: VerifyOutput, stopping: Stopping) -> list[Emitted]:
-        """What each row gets of what was verified: the accepted drafts and the token after them, up to where it ends."""
+    def emit(self, verified: VerifyOutput, stopping: Stopping, logits: torch.Tensor) -> list[Emitted]:
+        """What each row gets of what was verified: the accepted drafts and the token after them, up to where it ends.
+
+        logits: [B, m + 1, V], the target's.
+        """
         token_ids = verified.token_ids
         # The accepted drafts stand behind the text already.
         last = (token_ids >= 0).sum(1) - 1
@@ -104,14 +107,17 @@ class Batch:
         self.text.scatter_(1, columns, token_ids.gather(1, last.clamp(min=0)[:, None]))
         rows = zip(token_ids.tolist(), verified.num_accepted.tolist(), strict=True)
         return [
-            self._emit_row(b, [t for t in row if t >= 0], accepted, stopping) for b, (row, accepted) in enumerate(rows)
+            self._emit_row(b, [t for t in row if t >= 0], accepted, stopping, logits[b])
+            for b, (row, accepted) in enumerate(rows)
         ]
 
-    def _emit_row(self, b, tokens, accepted, stopping):
+    def _emit_row(self, b, tokens, accepted, stopping, logits):
         if not self.remaining[b]:
             return Emitted([], 0, 0, True)
-        kept, ended = stopping.cut(self.text[b, : self.length[b] + len(tokens)], tokens)
-        return Emitted(tokens[:kept], min(kept, accepted), self.drafts[b], ended)
+        kept, ended = stopping.cut(b, self.text[b, : self.length[b] + len(tokens)], tokens, logits)
+        # Drafts after an accepted one that ends the row were no proposals to the target.
+        drafted = kept if ended and kept <= accepted else self.drafts[b]
+        return Emitted(tokens[:kept], min(kept, accepted), drafted, ended)
 
     def commit(self, emitted: Sequence[Emitted]) -> None:
         """Append what each row got, and begin the next round."""

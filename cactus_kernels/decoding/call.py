@@ -17,9 +17,11 @@ from .arguments import Arguments
 from .cache.handover import CACHE_NAME, check_cache
 from .cache.support import CACHE_KEYWORDS
 from .images import check_images
-from .keywords import NUM_ASSISTANT_TOKENS, check_refused, check_taken
+from .keywords import check_refused, check_taken, num_assistant_tokens_of
 from .models import check_models, check_processes
 from .prompt import check_input_ids, check_mask
+from .state import check_copies
+from .warn import warn_of_rule, warn_of_untried
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Call:
     """A call that nothing is wrong with.
 
     Attributes:
+        model: the target as it was given: `generate` hands on the one inside what `torch.compile` made.
         input_ids: int64 [B, P] on the model's device.
         budget: nats of each row, float64 [B] on the model's device; None: no budget.
         num_assistant_tokens: most drafts a round of each row, a list.
@@ -36,6 +39,7 @@ class Call:
         keywords: those that go on to `generate`, which sees to what the loop does not.
     """
 
+    model: Any
     assistant_model: Any
     input_ids: torch.Tensor
     rule: Rule
@@ -62,7 +66,7 @@ class Call:
 
 def check_call(arguments: Arguments) -> Call:
     """Raises TypeError or ValueError, naming what came and what to do; RuntimeError where the backend is not to be had."""
-    rule = resolve_rule(arguments.rule)
+    rule = resolve_rule("cactus" if arguments.rule is None else arguments.rule)
     _check_draft_temperature(arguments)
     _check_one_prompt(arguments)
     check_taken(arguments)
@@ -77,10 +81,12 @@ def check_call(arguments: Arguments) -> Call:
     check_images(arguments.model, input_ids, arguments.keywords, chunk)
     cache = _check_caches(arguments, rows, input_ids.shape[1])
     mask = check_mask(arguments, input_ids)
+    check_copies(arguments, rows)
     criteria = _check_criteria(arguments, rows)
     _check_streamer(arguments.streamer, rows)
     _check_strengths(rule, rows, arguments.model.device)
     call = Call(
+        model=arguments.model,
         assistant_model=arguments.assistant_model,
         input_ids=input_ids,
         rule=rule,
@@ -97,6 +103,8 @@ def check_call(arguments: Arguments) -> Call:
         keywords=_passed_on(arguments, mask, cache),
     )
     choose_backend(call.backend, arguments.model.device)
+    warn_of_rule(arguments, rule)
+    warn_of_untried(arguments)
     return call
 
 
@@ -141,10 +149,10 @@ def _check_lookup(arguments):
     """Most drafts a round, as given; and the longest n-gram of prompt lookup, None with a draft model."""
     lookup = arguments.setting("prompt_lookup_num_tokens")
     if lookup is None:
-        return arguments.num_assistant_tokens, None
+        return num_assistant_tokens_of(arguments), None
     if arguments.assistant_model is not None:
         raise ValueError("prompt_lookup_num_tokens and assistant_model are both given: leave one out")
-    if arguments.num_assistant_tokens != NUM_ASSISTANT_TOKENS:
+    if arguments.num_assistant_tokens is not None:
         raise ValueError("prompt_lookup_num_tokens and num_assistant_tokens are both given: leave the latter out")
     max_ngram_size = arguments.setting("max_matching_ngram_size") or 2
     _check_count("prompt_lookup_num_tokens", lookup)

@@ -15,6 +15,7 @@ from .arguments import Arguments
 from .bad_scores import raise_if_bad
 from .batch import Batch, Emitted
 from .cache.handover import CACHE_NAME, brought, give, take
+from .cache.support import check_length
 from .call import Call, check_call
 from .clock import Clock
 from .drafters.drafts import Drafter
@@ -22,11 +23,12 @@ from .drafters.model import ModelDrafter
 from .drafters.prompt_lookup import PromptLookup
 from .drafters.sampler import DraftSampler
 from .images import image_inputs
-from .keywords import NUM_ASSISTANT_TOKENS, GenerateKeywords
+from .keywords import GenerateKeywords
 from .outputs import Streams, TokenScores
 from .prepared import Callers, Prepared, pad_id
-from .processors import Processors, callers_processors
+from .processors import Calls, Processors, callers_processors
 from .scorer import Scored, Scorer, Target, vocab_size_of
+from .state import by_row
 from .stats import GenerationStats, cache_bytes, peak_memory
 from .stopping import Stopping, callers_criteria
 from .verifier import Verifier
@@ -47,9 +49,9 @@ def speculative_generate(  # noqa: PLR0913 (keywords of `generate` and the loop'
     input_ids: torch.Tensor | None = None,
     *,
     assistant_model: torch.nn.Module | None = None,
-    rule: Rule | str = "cactus",
+    rule: Rule | str | None = None,
     budget: float | Sequence[float] | torch.Tensor | None = None,
-    num_assistant_tokens: int | list[int] | tuple[int, ...] = NUM_ASSISTANT_TOKENS,
+    num_assistant_tokens: int | list[int] | tuple[int, ...] | None = None,
     draft_temperature: float | None = None,
     seed: int | list[int] | tuple[int, ...] | torch.Tensor | None = None,
     backend: Literal["triton", "torch"] | None = None,
@@ -68,18 +70,21 @@ def speculative_generate(  # noqa: PLR0913 (keywords of `generate` and the loop'
     `rule="sps"` sampled tokens follow the target exactly, with `do_sample=False` they are those of plain greedy decoding
     whatever the rule (up to ties that a model's own rounding breaks: scoring several tokens at once differs in last bits,
     which shows in bf16). Processors and criteria are prepared by transformers, and shape draft and target alike; those
-    that read the text are called for one row at a time, [1, L] without padding, as if it were generated alone.
+    that read the text are called for one row at a time, [1, L] without padding, as if it were generated alone; what they
+    remember follows the tokens that the row keeps (docs/generate.md).
 
     Args:
         model: the target, a decoder-only causal LM with eager, sdpa, flex or flash attention and a cache that can roll back.
         input_ids: int64 [B, P], left-padded; rows of different lengths need `attention_mask`.
         assistant_model: the draft, of the same kind and with the same tokenizer; `skip_layers(model, ...)` makes one of
             the target's own weights. Without one, prompt_lookup_num_tokens drafts from the row's own text.
-        rule: a `Rule` such as `Cactus(0.75)` or its name, such as "sps" or "cactus" (delta 1); the README has a table.
+        rule: a `Rule` such as `Cactus(0.75)` or its name, such as "sps" or "cactus" (delta 1); the README has a table. None:
+            "cactus", with a `UserWarning` where tokens are sampled. A lossy rule that is named without sampling warns too.
         budget: nats that each text may spend, a number or a list with one a row: then no text is more than e^budget times as
             likely as under the (processed) target, and the KL divergence of the law of whole texts is at most the budget
             (docs/rules.md). `stats.spent` tells what each text spent. For SpS, Cactus, AdaptiveCactus, Capped, Interpolation.
-        num_assistant_tokens: tokens drafted a round, 1 to 64; or a list with one number a row, which may be 0.
+        num_assistant_tokens: tokens drafted a round, 1 to 64; or a list with one number a row, which may be 0. None: what the
+            generation configs say (the one passed, the draft's, the model's), else 5.
         draft_temperature: the draft's temperature where it samples, >= 0 (0: greedy drafts); None: that of `temperature`.
         seed: an int gives row r the stream (seed, r), so that a row's tokens depend on its place; a list or int64 tensor
             holds one seed a row (after num_return_sequences), and then they do not; None draws one from torch's generator.
@@ -130,9 +135,9 @@ def custom_generate(  # noqa: PLR0913 (`generate` passes on what stands here by 
     stopping_criteria,
     generation_config,
     assistant_model=None,
-    rule="cactus",
+    rule=None,
     budget=None,
-    num_assistant_tokens=NUM_ASSISTANT_TOKENS,
+    num_assistant_tokens=None,
     draft_temperature=None,
     prompt_lookup_num_tokens=None,
     max_matching_ngram_size=None,
@@ -220,9 +225,12 @@ class _Decoder:
             prepared.input_ids, prepared.attention_mask, prepared.new_tokens, call.num_assistant_tokens,
             call.prefill_chunk_size,
         )  # fmt: skip
-        self.processors = Processors(prepared, self.batch.prompts)
-        self.stopping = Stopping(prepared, call.stopping_criteria)
-        self.scorer = Scorer(model, self.batch, self.processors, vocab_size_of(model))
+        check_length(model, self.batch.max_length)
+        callers = by_row(prepared.callers.processors or [], call.stopping_criteria, self.batch.size)
+        self.processors = Processors(prepared, self.batch.prompts, [processors for processors, _ in callers])
+        self.stopping = Stopping(prepared, [criteria for _, criteria in callers], self.processors)
+        # The first token of a round comes out in any case.
+        self.scorer = Scorer(call.model, self.batch, Calls(self.processors, certain=1), vocab_size_of(model))
         sampling = self.processors.sampling if prepared.generation_config.do_sample else None
         self.verifier = Verifier(call, self.batch, sampling)
         self.drafter = self._drafter(call, sampling)
@@ -234,7 +242,7 @@ class _Decoder:
         batch, verifier = self.batch, self.verifier
         if call.max_ngram_size is not None:
             return PromptLookup(batch, call.max_ngram_size)
-        scorer = Scorer(call.assistant_model, batch, self.processors, self.scorer.vocab_size)
+        scorer = Scorer(call.assistant_model, batch, Calls(self.processors, certain=0), self.scorer.vocab_size)
         if sampling is None:
             return ModelDrafter(scorer, None)
         if call.draft_temperature is not None:
@@ -253,13 +261,14 @@ class _Decoder:
         """Draft, score, verify, commit, until every row has ended: of each round the target's scores, and what rows got."""
         batch, clock = self.batch, self.clock
         while batch.active:
+            self.target.plan()
             with clock.time("draft"):
                 drafts = self.drafter.draft(self.verifier.offset)
             with clock.time("target"):
                 scored = self.target.score()
             with clock.time("verify"):
                 verified = self.verifier.verify(scored.scores, drafts)
-            emitted = batch.emit(verified, self.stopping)
+            emitted = batch.emit(verified, self.stopping, scored.logits)
             raise_if_bad(batch, verified, emitted, drafts, scored)
             batch.commit(emitted)
             yield scored, emitted

@@ -26,16 +26,18 @@ def check_images(model, input_ids: torch.Tensor, given: Mapping[str, Any], prefi
     """
     parameters = inspect.signature(without_wrapper(model).forward).parameters
     names = [name for name in IMAGE_INPUTS if given.get(name) is not None]
-    for name in parameters:
-        if given.get(name) is not None and name not in (*names, *OWN):
-            raise ValueError(f"{name} is not taken by speculative_generate: leave it out")
+    others = [name for name in parameters if given.get(name) is not None and name not in (*names, *OWN)]
+    # All at once, since the model would not do with some of them.
+    if names and any(name in parameters for name in UNLIKE_TEXT):
+        raise ValueError(
+            f"{', '.join([*names, *others])}: {type(without_wrapper(model)).__name__} has attention or positions of its own "
+            "for images, which are not offered: give it text alone"
+        )
+    if others:
+        be, them = ("is", "it") if len(others) == 1 else ("are", "them")
+        raise ValueError(f"{', '.join(others)} {be} not taken by speculative_generate: leave {them} out")
     if not names:
         return
-    if any(name in parameters for name in UNLIKE_TEXT):
-        raise ValueError(
-            f"{names[0]}: {type(model).__name__} has attention or positions of its own for images, which are not offered: "
-            "give it text alone"
-        )
     if prefill_chunk_size is not None:
         raise ValueError(f"{names[0]} and prefill_chunk_size: a prompt with images is read at once, leave one out")
     if (input_ids[:, -1] == getattr(model.config, "image_token_id", -1)).any():

@@ -8,7 +8,7 @@ from transformers import Cache
 
 from .arguments import Arguments
 
-NUM_ASSISTANT_TOKENS = 5  # unless the caller says otherwise
+NUM_ASSISTANT_TOKENS = 5  # unless the caller or a generation config says otherwise
 
 
 class GenerateKeywords(TypedDict, total=False):
@@ -99,8 +99,8 @@ class GenerateKeywords(TypedDict, total=False):
     output_attentions: Literal[False] | None
     output_hidden_states: Literal[False] | None
     synced_gpus: Literal[False] | None
-    num_assistant_tokens_schedule: None
-    assistant_confidence_threshold: None
+    num_assistant_tokens_schedule: Literal["constant"] | None
+    assistant_confidence_threshold: Literal[0] | None
     assistant_lookbehind: None
     target_lookbehind: None
     assistant_early_exit: None
@@ -121,9 +121,9 @@ REFUSED = {
     "low_memory": (bool, "contrastive search does not sample: leave it out"),
     "penalty_alpha": (lambda v: v > 0, "contrastive search does not sample: leave penalty_alpha out"),
     "dola_layers": (bool, "DoLa decoding cannot be verified: leave it out"),
-    "use_mtp": (bool, "heads of the target that predict several tokens are not drafted from: pass an assistant_model"),
-    "speculation_type": (bool, "not offered: pass an assistant_model or prompt_lookup_num_tokens"),
-    "assistant_early_exit": (bool, "not offered: pass assistant_model=skip_layers(model, ...)"),
+    "use_mtp": (bool, "heads of the target that predict several tokens are not drafted from: leave it out"),
+    "speculation_type": (bool, "not offered: leave it out; an assistant_model or prompt_lookup_num_tokens drafts"),
+    "assistant_early_exit": (bool, "not offered: leave it out, and pass assistant_model=skip_layers(model, ...)"),
     "assistant_ensemble_weight": (bool, "a draft mixed with the target is not offered: leave it out"),
     "is_assistant": (bool, "the loop is no assistant: leave it out"),
     "guidance_scale": (lambda v: v != 1, "classifier-free guidance runs the model itself: leave it out"),
@@ -141,29 +141,38 @@ REFUSED = {
 NOT_TAKEN = (
     "inputs_embeds", "encoder_outputs", "custom_generate", "position_ids",
     "negative_prompt_ids", "negative_prompt_attention_mask", "labels", "logits_to_keep",
-    "assistant_confidence_threshold", "num_assistant_tokens_schedule", "assistant_lookbehind", "target_lookbehind",
 )  # fmt: skip
-# Settings of transformers' own drafting, with the values that it fills in where they are not set.
+# Settings of transformers' own drafting: (what it fills in where nobody says, what asks for nothing that the loop does not do).
 DRAFTING = {
-    "num_assistant_tokens": 20,
-    "num_assistant_tokens_schedule": "constant",
-    "assistant_confidence_threshold": 0.4,
-    "assistant_lookbehind": 10,
-    "target_lookbehind": 10,
+    "num_assistant_tokens_schedule": ("constant", "constant"),
+    "assistant_confidence_threshold": (0.4, 0),
+    "assistant_lookbehind": (10, None),
+    "target_lookbehind": (10, None),
 }
+FILLED_IN_NUM_ASSISTANT_TOKENS = 20  # by transformers, in the same way
 
 
 def check_taken(arguments: Arguments) -> None:
-    """Raises ValueError for what the loop would have to ignore, of the keywords and of a config's settings for drafting."""
-    for name, filled_in in DRAFTING.items():
-        value = getattr(arguments.generation_config, name, None)
-        if value not in (None, filled_in):
-            advice = "pass it as a keyword" if name == "num_assistant_tokens" else "leave it out"
-            raise ValueError(f"{name}={value!r} in the generation_config is not gone by: {advice}")
+    """Raises ValueError for keywords that the loop would have to ignore, and for settings of drafting wherever they stand."""
     for name in NOT_TAKEN:
         if arguments.keywords.get(name) is not None:
             advice = "pass the prompt as input_ids" if name.startswith("inputs") else "leave it out"
             raise ValueError(f"{name} is not taken by speculative_generate: {advice}")
+    for name, (filled_in, taken) in DRAFTING.items():
+        value = arguments.drafting(name, filled_in)
+        if value is not None and value != taken:
+            raise ValueError(
+                f"{name}={value!r} is not followed: where you pass it, leave it out; where it stands in a model's "
+                f"generation_config, pass {name}={taken!r}"
+            )
+
+
+def num_assistant_tokens_of(arguments: Arguments) -> Any:
+    """Most drafts a round, as the call or a generation config says; not checked."""
+    if arguments.num_assistant_tokens is not None:
+        return arguments.num_assistant_tokens
+    said = arguments.drafting("num_assistant_tokens", FILLED_IN_NUM_ASSISTANT_TOKENS)
+    return NUM_ASSISTANT_TOKENS if said is None else said
 
 
 def check_refused(arguments: Arguments) -> None:

@@ -10,6 +10,7 @@ from transformers.generation import logits_process as hf
 
 from ..sampling import Sampling
 from .prepared import Callers, Prepared, eos_ids
+from .state import copied, remembers
 
 # The warpers that `Sampling` stands for, in the order it takes them, each with the name of its setting.
 WARPERS = (
@@ -57,13 +58,14 @@ class Processors:
     `warpers` are the processors that `sampling` stands for, for those who want the scores that `generate` gives.
 
     Processors that read the text get a row's own text without padding, and are made for each row with that row's
-    lengths; of the caller's own ones, rows after the first get a copy. So a request does not depend on its batch, and what
-    a processor remembers of a text stays with that text. They never see a text that cannot come out, with tokens after
-    EOS, past the row's drafts or after one that they forbid: some cannot bear one.
+    lengths; of the caller's own ones each row has its own. So a request does not depend on its batch, and what a processor
+    remembers of a text stays with that text: it is called for each token that the row keeps, in order, and drafts are shown
+    to copies. They never see a text that cannot come out, with tokens after EOS, past the row's drafts or after one that
+    they forbid: some cannot bear one.
     """
 
-    def __init__(self, prepared: Prepared, prompts):
-        """prompts: without padding, int64 [n_b] each."""
+    def __init__(self, prepared: Prepared, prompts, callers):
+        """prompts: without padding, int64 [n_b] each. callers: for each row a list of the caller's processors."""
         whole = prepared.logits_processor
         self.prepared, self.sampling = split_warpers(whole)
         self.warpers = LogitsProcessorList(whole[len(self.prepared) :])
@@ -71,7 +73,26 @@ class Processors:
         if self.scores_only:
             return
         self.eos = set(eos_ids(prepared.generation_config))
-        self.by_row = [_row_processors(prepared, row, prompt) for row, prompt in enumerate(prompts)]
+        self.by_row = [_row_processors(prepared, *row) for row in enumerate(zip(prompts, callers, strict=True))]
+        # Those that remember something, and the ones before them, which give them their scores.
+        self.remembering = [max((i + 1 for i, p in enumerate(r) if remembers(p)), default=0) for r in self.by_row]
+
+    def follow(self, row: int, text, logits) -> None:
+        """Let a row's processors remember a token that it kept, and that only copies of them were asked about.
+
+        text: int64 [1, L], up to that token. logits: [1, V], the target's after it.
+        """
+        if not self.scores_only and self.remembering[row]:
+            LogitsProcessorList(self.by_row[row][: self.remembering[row]])(text, logits.float().clone())
+
+
+class Calls:
+    """A model's calls of the processors, which each of its rounds makes in the order of the text."""
+
+    def __init__(self, processors: Processors, certain: int):
+        """certain: how many of a round's places are kept whatever comes out: processors themselves are called there."""
+        self.processors, self.certain = processors, certain
+        self.copies: dict[int, LogitsProcessorList] = {}
 
     def __call__(self, logits, text, lengths, drafts, ahead):
         """Logits [B, K, V] in their own dtype where no processor has to run, else processed scores in fp32.
@@ -80,12 +101,13 @@ class Processors:
         text: int64 [B, L], rows without padding. lengths: for each row the length of its text before any draft, or None
             for a row that takes no part. drafts: how many drafts each row has.
         """
-        if self.scores_only and not self.prepared:
+        processors = self.processors
+        if processors.scores_only and not processors.prepared:
             return logits.float() if logits.dtype == torch.float64 else logits
         scores = logits.float()
-        if self.scores_only:
+        if processors.scores_only:
             B, K, V = scores.shape
-            return self.prepared(text[:, :1], scores.reshape(B * K, V)).view(B, K, V)
+            return processors.prepared(text[:, :1], scores.reshape(B * K, V)).view(B, K, V)
         scores = scores.clone()
         for row, length in enumerate(lengths):
             if length is None:
@@ -93,18 +115,31 @@ class Processors:
             drafted = text[row, length : length + drafts[row]].tolist()
             for k in range(scores.shape[1]):
                 n = ahead + k
-                if n > drafts[row] or not self.eos.isdisjoint(drafted[:n]):
+                if n > drafts[row] or not processors.eos.isdisjoint(drafted[:n]):
                     break
-                scores[row, k : k + 1] = self.by_row[row](
+                scores[row, k : k + 1] = self._at(n, row)(
                     text[row : row + 1, : length + n], scores[row, k : k + 1].clone()
                 )
                 if n < len(drafted) and k + 1 < scores.shape[1] and scores[row, k, drafted[n]] == -torch.inf:
                     break
         return scores
 
+    def _at(self, n, row) -> LogitsProcessorList:
+        """The processors of a row to be called after n drafts, which may remember what came before."""
+        own = self.processors.by_row[row]
+        if n < self.certain or not self.processors.remembering[row]:
+            return own
+        if n == self.certain:
+            self.copies[row] = LogitsProcessorList(copied(own))
+        return self.copies[row]
 
-def _row_processors(prepared, row, prompt):
-    """Processors of a row of the batch, whose prompt int64 [n] it is, as `generate` would prepare them for it alone."""
+
+def _row_processors(prepared, row, given):
+    """Processors of a row of the batch as `generate` would prepare them for it alone.
+
+    given: the row's prompt, int64 [n], and the caller's processors.
+    """
+    prompt, callers = given
     generation_config, allowed = prepared.generation_config, prepared.callers.prefix_allowed_tokens_fn
     config = copy.deepcopy(generation_config)
     config.max_length = len(prompt) + prepared.new_tokens
@@ -117,9 +152,7 @@ def _row_processors(prepared, row, prompt):
         input_ids_seq_length=len(prompt),
         encoder_input_ids=prompt[None],
         prefix_allowed_tokens_fn=allowed and partial(_in_row, allowed, row // generation_config.num_return_sequences),
-        logits_processor=LogitsProcessorList(
-            copy.deepcopy(processor) if row else processor for processor in prepared.callers.processors or []
-        ),
+        logits_processor=LogitsProcessorList(callers),
         device=prompt.device,
         model_kwargs={},
     )

@@ -6,15 +6,16 @@ import torch
 
 from .batch import Batch
 from .cache.rollback import RollbackModel
-from .processors import Processors
+from .cache.rotary import switch_length
+from .processors import Calls
 
 
 class Scorer:
     """A model over a batch: logits of the tokens that may come next, in the target's vocabulary, and their scores."""
 
-    def __init__(self, model, batch: Batch, processors: Processors, vocab_size: int):
+    def __init__(self, model, batch: Batch, processors: Calls, vocab_size: int):
         """vocab_size: the target's, V. The model's own may be padded otherwise, or be a smaller one."""
-        self.model = RollbackModel(model, batch.size, batch.max_length, batch.prefill_chunk_size)
+        self.model = RollbackModel(model, batch.size, batch.max_length, batch.prefill_chunk_size, batch.length)
         self.batch, self.processors, self.vocab_size = batch, processors, vocab_size
         self.own_vocab_size = vocab_size_of(model)
 
@@ -67,6 +68,8 @@ class Target:
         self.scorer, self.cached = scorer, cached
         self.forwards = 0
         self.reads_prompt = True
+        self.switch = switch_length(self.model.model)
+        self.switched: list[bool] = []  # which rows' keys are those of a long text
 
     @property
     def model(self) -> RollbackModel:
@@ -80,10 +83,26 @@ class Target:
         self.model(*batch.block(length - self.cached, 0), length=length, logits_to_keep=1, **images)
         self.cached = length - 1
 
+    def plan(self) -> None:
+        """Before drafting: no round of a row goes past the length where its keys have to be made anew."""
+        if self.switch is not None:
+            batch, left = self.scorer.batch, [self.switch - n for n in self.scorer.batch.length]
+            batch.plan([d if r < 0 else min(d, r) for d, r in zip(batch.drafts, left, strict=True)])
+
+    def _switch(self) -> None:
+        """Read all of the texts again where one has just come past that length."""
+        lengths = self.scorer.batch.length
+        switched = [self.switch is not None and n > self.switch for n in lengths]
+        if switched != self.switched:
+            self.model.rotary.read = torch.tensor(lengths, dtype=torch.int64, device="cpu")
+            self.cached = 0 if self.switched else self.cached
+            self.reads_prompt, self.switched = True, switched
+
     def score(self) -> Scored:
         """The target after each row's text, and after each of the drafts behind it."""
         batch = self.scorer.batch
         m = max(batch.drafts)
+        self._switch()
         tokens, positions = batch.block(max(batch.length) - self.cached if self.reads_prompt else 1, m)
         self.reads_prompt = False
         self.forwards += 1

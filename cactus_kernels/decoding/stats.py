@@ -23,7 +23,8 @@ class GenerationStats:
         target_forwards: forward passes of the target over the batch, each followed by one verification; with images
             one more, over the prompt.
         rounds: verifications that each request took part in.
-        drafted, accepted: draft tokens proposed, and of those the ones in the output.
+        drafted, accepted: draft tokens proposed, and of those the ones in the output. Drafts after an accepted one that ended
+            the text (EOS, a stopping criterion) are not counted.
         tokens: tokens emitted: accepted ones, and one recovered or bonus token a round.
         accepted_lengths: for each request the accepted tokens of every round.
         draft_seconds, target_seconds, verify_seconds: time in drafting, in the target's forward passes with their

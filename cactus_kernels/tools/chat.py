@@ -5,13 +5,15 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-Message = dict[str, str]
+Message = dict[str, Any]  # {"role": ..., "content": ...}, and what else a template understands
 Tokenizer = Any  # one of transformers, whose own types do not tell text from tokens
-ROLES = ("system", "user", "assistant", "tool")
+# What templates raise for messages that they cannot read.
+REFUSALS = (TemplateError, TypeError)
+ANSWER = "forty-two"  # stands for one
 
 
 def parse_messages(text: str) -> list[Message]:
-    """Messages from JSON, a list of {"role": ..., "content": ...}. Raises ValueError, naming what is wrong."""
+    """Messages from JSON, a list of dicts. Raises ValueError, naming what is wrong."""
     try:
         messages = json.loads(text)
     except json.JSONDecodeError as error:
@@ -21,16 +23,17 @@ def parse_messages(text: str) -> list[Message]:
 
 
 def check_messages(messages: Any) -> None:
-    """Raises ValueError unless `messages` is a conversation in which the model speaks next."""
+    """Raises ValueError unless `messages` is a conversation in which the model speaks next.
+
+    Which roles there are, and what stands beside them (text, parts, calls of tools), is the template's to know.
+    """
     if not isinstance(messages, list) or not messages:
         raise ValueError('messages must be a list, [{"role": "user", "content": "..."}]')
     for i, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise ValueError(f"message {i} must have a role and a content, both text, got {message!r}")
-        if message.get("role") not in ROLES:
-            raise ValueError(f"message {i} has role {message.get('role')!r}: use one of {', '.join(ROLES)}")
-    if messages[-1]["role"] not in ("user", "tool"):
-        raise ValueError(f"the last message is the {messages[-1]['role']}'s: end with one that is to be answered")
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f"message {i} must be a dict with a role, got {message!r}")
+    if messages[-1]["role"] == "assistant":
+        raise ValueError("the last message is the assistant's: end with one that is to be answered")
 
 
 def render(tokenizer: Tokenizer, messages: list[Message], thinking: bool | None = None) -> str:
@@ -53,20 +56,25 @@ def render(tokenizer: Tokenizer, messages: list[Message], thinking: bool | None 
         raise ValueError("the chat template has no enable_thinking: leave the choice of thinking out")
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
-    except TemplateError as error:
+    except REFUSALS as error:
         raise ValueError(f"the chat template refuses these messages: {error}") from error
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int | None:
     """The special token that the template writes after an assistant's turn, which ends an answer; None if there is none.
 
-    Generation configs do not always list it among the EOS.
+    Generation configs do not always list it among the EOS. Templates that write neither text nor parts of text show none.
     """
-    answer = "answer"
-    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": answer}]
-    text = tokenizer.apply_chat_template(turns, tokenize=False)
-    after = tokenizer(text.rpartition(answer)[2], add_special_tokens=False).input_ids
-    return after[0] if after and after[0] in tokenizer.all_special_ids else None
+    for content in (lambda text: text, lambda text: [{"type": "text", "text": text}]):
+        turns = [{"role": "user", "content": content("question")}, {"role": "assistant", "content": content(ANSWER)}]
+        try:
+            text = tokenizer.apply_chat_template(turns, tokenize=False)
+        except REFUSALS:
+            continue
+        if ANSWER in text:
+            after = tokenizer(text.rpartition(ANSWER)[2], add_special_tokens=False).input_ids
+            return after[0] if after and after[0] in tokenizer.all_special_ids else None
+    return None
 
 
 def _template(tokenizer: Tokenizer) -> str:

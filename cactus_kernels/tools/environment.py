@@ -31,6 +31,8 @@ def find_device(name: str | None) -> torch.device:
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kind, _, index = name.partition(":")
+    if kind == "mps":
+        raise ValueError(f"device {name} is not supported: use --device cpu")
     if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
         raise ValueError(f"device must be cpu, cuda or cuda:0, cuda:1, ..., got {name!r}")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():

@@ -10,13 +10,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from .. import law
 from ..decoding.cache.support import max_positions
 from ..rules import RULES, Rule, SpS, given
 from .pair import ASSETS, Model, ModelPair
-from .runs import RunSettings, run_plain
+from .runs import run_plain
+from .settings import SAMPLING, RunSettings
 
 MAX_DRAFTED = 16  # tokens a forward are given for 1 .. 16 drafted ones
 ELEMENTS = 1 << 18  # row elements handled at once: enough to amortise an operation, few enough for the cache
@@ -50,6 +57,7 @@ class MeasurementSettings:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     self_generated: bool = False
     seed: int = 0
 
@@ -61,6 +69,7 @@ class MeasurementSettings:
     def __str__(self):
         parts = [f"T {self.temperature:g}"]
         parts += [f"top-k {self.top_k}"] * (self.top_k > 0) + [f"top-p {self.top_p:g}"] * (self.top_p < 1)
+        parts += [f"min-p {self.min_p:g}"] * (self.min_p > 0)
         return ", ".join(parts) + ("; self-generated" if self.self_generated else "")
 
     def to_dict(self) -> dict[str, Any]:
@@ -68,14 +77,14 @@ class MeasurementSettings:
 
     def decoding(self, max_new_tokens: int, seed: int) -> RunSettings:
         """How the target writes; its checks are the checks of the settings above."""
-        names = ("temperature", "top_k", "top_p")
-        return RunSettings(SpS(), seed, max_new_tokens=max_new_tokens, **{n: getattr(self, n) for n in names})
+        return RunSettings(SpS(), seed, max_new_tokens=max_new_tokens, **{n: getattr(self, n) for n in SAMPLING})
 
 
 @dataclass(frozen=True)
 class Point:
     """A rule at one strength: means over all positions, in nats; infinite where one of them is.
 
+    acceptance_error, kl_error: standard errors of two of them, as if positions were independent; NaN of one position.
     rule, name: as it is written in Python, and what `resolve_rule` knows it by.
     tokens_per_forward: for 1 .. 16 drafted tokens, along the text: a draft of m tokens from position i gives
         1 + a_i + a_i a_(i+1) + ... + a_i ... a_(i+m-1), with a the acceptances. None where no document is that long.
@@ -88,7 +97,9 @@ class Point:
     name: str
     strength: float | None
     acceptance: float
+    acceptance_error: float
     kl: float
+    kl_error: float
     kl_reverse: float
     total_variation: float
     chi_square: float
@@ -205,6 +216,8 @@ def _rows(pair: ModelPair, tokens: torch.Tensor, first: int, settings: Measureme
         warp.append(TopKLogitsWarper(settings.top_k))
     if settings.top_p < 1:
         warp.append(TopPLogitsWarper(settings.top_p))
+    if settings.min_p:
+        warp.append(MinPLogitsWarper(settings.min_p))
     models: tuple[Model, Model] = (pair.assistant_model, pair.model)
     rows = [m(tokens[None], use_cache=False).logits[0, first - 1 : -1] for m in models]
     rows = [warp(tokens[None], x.float()).cpu() for x in rows]
@@ -256,10 +269,12 @@ def _summary(curves: Curves, done: list[Chunk], complete: bool) -> Frontier:
                 rule.name,
                 next(iter(given(rule).values()), None),
                 **dict(zip(MEANS, means, strict=True)),
+                acceptance_error=_standard_error(of_rule[0]),
+                kl_error=_standard_error(of_rule[1]),
                 tokens_per_forward=_tokens_per_forward(of_rule[0].split(lengths)),
                 nll=nll.mean().item(),
                 nll_gain=gain.mean().item(),
-                nll_gain_error=gain.std().item() / math.sqrt(len(gain)) if len(gain) > 1 else math.nan,
+                nll_gain_error=_standard_error(gain),
                 nll_interpolation=None if w is None else -(w * q + (1 - w) * p).log().mean().item(),
             )
         )
@@ -273,6 +288,11 @@ def _summary(curves: Curves, done: list[Chunk], complete: bool) -> Frontier:
         target_nll=-q.log().mean().item(),
         draft_nll=-p.log().mean().item(),
     )
+
+
+def _standard_error(values: torch.Tensor) -> float:
+    """Of the mean of independent values; NaN if there is one alone, or an infinite one."""
+    return values.std().item() / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def _tokens_per_forward(acceptances: Sequence[torch.Tensor]) -> list[float | None]:

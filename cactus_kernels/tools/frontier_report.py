@@ -8,6 +8,7 @@ from typing import IO
 from .frontier import Frontier, Point
 
 DRAFTED = (4, 16)  # of the columns of the table
+FEW = 200  # positions: with fewer, what is recommended may well be another rule at the next text
 ROUNDING = 1e-12  # of float64: a lossless rule has a KL of 0
 STYLES = ("o-", "s-", "^-", "v-", "D-", "P-", "X-")
 SUFFIXES = (".png", ".svg")
@@ -37,18 +38,19 @@ class Goal:
         return max(points, key=lambda p: p.acceptance, default=None)
 
     def answer(self, found: Frontier) -> str:
-        """One line."""
+        """One line, and a caveat where it rests on few positions."""
         if self.min_acceptance is not None:
             wanted = f"acceptance of at least {self.min_acceptance:g}"
         else:
             wanted = f"KL of at most {self._max_kl:g}"
         best = self.best(found)
+        caveat = _caveat(found, best) if found.positions < FEW else ""
         if best is None:
-            return f"For a mean {wanted}: none of these rules and strengths"
+            return f"For a mean {wanted}: none of these rules and strengths{caveat}"
         options = f"--rule {best.name}" + ("" if best.strength is None else f" --strength {best.strength}")
         return (
             f"For a mean {wanted}: {best.rule}, which accepts {best.acceptance:.3f} at a KL of {best.kl:.4f}; "
-            f"in generate: {options}"
+            f"in generate: {options}{caveat}"
         )
 
     @property
@@ -82,6 +84,16 @@ def notes(found: Frontier) -> str:
     )
 
 
+def _caveat(found: Frontier, best: Point | None) -> str:
+    """How uncertain it is what is best, by the standard errors of what was measured of it."""
+    if best is None or not math.isfinite(best.acceptance_error + best.kl_error):
+        known = "how far off the means are is not known"
+    else:
+        known = f"give or take a standard error, {best.acceptance_error:.3f} of the acceptance and {best.kl_error:.4f} of the KL"
+    count = f"{found.positions} position{'s' * (found.positions > 1)}"
+    return f"\nUncertain, from {count}: {known}. Measure at {FEW} or more (--positions, a longer --text)."
+
+
 def check_plot(path: str) -> None:
     """Raises ValueError for a name that does not end in .png or .svg, ImportError without matplotlib."""
     if Path(path).suffix.lower() not in SUFFIXES:
@@ -89,7 +101,7 @@ def check_plot(path: str) -> None:
     try:
         import matplotlib  # noqa: F401, PLC0415 (optional)
     except ImportError as error:
-        raise ImportError("a plot needs matplotlib: pip install 'cactus-kernels[plot]'") from error
+        raise ImportError("a plot needs matplotlib: pip install matplotlib") from error
 
 
 def plot(found: Frontier, title: str, file: IO[bytes], name: str) -> None:

@@ -1,6 +1,7 @@
 """A target, its draft and their tokenizer: loaded from checkpoints, or the pair that travels with the package."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +24,25 @@ Model = Any  # a causal language model of transformers, whose own types do not k
 
 ASSETS = Path(__file__).parents[1] / "assets"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}  # of `generate` where a config says nothing
+VOCABULARIES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")  # files that tokenizers are in
 LOOKUP = "prompt lookup"  # what stands for the name of a draft model
 
 
 @dataclass(frozen=True)
 class ModelPair:
-    """A target, its draft (None with prompt lookup) and their tokenizer, loaded; and the names they were asked for by."""
+    """A target, its draft (None with prompt lookup) and their tokenizer, loaded; and the names they were asked for by.
+
+    sampling: how `generate` samples from the target unless it is told otherwise: by the settings of the target's own
+        generation_config, which keeps none of them here.
+    """
 
     model: Model
     assistant_model: Model | None
     tokenizer: Tokenizer
     model_name: str
     assistant_name: str
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def models(self) -> tuple[Model, ...]:
@@ -63,9 +71,10 @@ def embedded_pair(
 
         Question: Maria has 5 boxes of pencils.
 
-    Their generation settings sample from the whole distribution (`do_sample=True`, `top_k=0`). The tokenizer pads on the
-    left. Only files of the package are read; the models come back in eval mode, in `dtype` (`torch.float32` unless given;
-    the files hold bfloat16, which "auto" keeps) on `device` (the CPU unless given).
+    Their generation settings are the sampling of the paper: `do_sample=True`, temperature 0.6, top_k 20, top_p 0.95. For the
+    whole distribution pass `temperature=1.0, top_k=0, top_p=1.0`. The tokenizer pads on the left. Only files of the package
+    are read; the models come back in eval mode, in `dtype` (`torch.float32` unless given; the files hold bfloat16, which
+    "auto" keeps) on `device` (the CPU unless given).
     """
     llama: Any = LlamaForCausalLM
     model, assistant_model = (
@@ -112,6 +121,7 @@ def load_pair(
         pair = _load_target(model_name, dtype, device)
     else:
         pair = _load_both(model_name, assistant_name, dtype, device)
+    pair = replace(pair, sampling=_own_sampling(pair.model.generation_config))
     for model in pair.models:
         check_rollback(model)
         _keep_special_tokens_alone(model, pair.tokenizer)
@@ -153,11 +163,23 @@ def _load(loader: Any, name: str, **kwargs: Any) -> Any:
     try:
         return loader.from_pretrained(name, **kwargs)
     except (OSError, ValueError, ImportError) as error:
-        raise ValueError(f"cannot load {name!r}: {str(error).strip().splitlines()[0]}") from error
+        why = " ".join(str(error).split())
+        if (
+            loader is AutoTokenizer
+            and Path(name).is_dir()
+            and not any(next(Path(name).glob(f), None) for f in VOCABULARIES)
+        ):
+            why = "the directory holds no tokenizer: save it there, tokenizer.save_pretrained(directory)"
+        raise ValueError(f"cannot load {name!r}: {why}") from error
+
+
+def _own_sampling(config: GenerationConfig) -> dict[str, Any]:
+    own = {name: getattr(config, name, None) for name in SAMPLING}
+    return SAMPLING | {name: value for name, value in own.items() if value is not None}
 
 
 def _keep_special_tokens_alone(model: Model, tokenizer: Tokenizer) -> None:
-    """Of a checkpoint's own settings only the special tokens count: sampling is by the settings of a run."""
+    """Of a checkpoint's own settings the special tokens count, and its sampling where a run does not say otherwise."""
     config = model.generation_config
     eos = tokenizer.eos_token_id if config.eos_token_id is None else config.eos_token_id
     pad = tokenizer.pad_token_id

@@ -1,81 +1,26 @@
-"""Decoding from text to text, as the command does it: settings, and what a run gave and took."""
+"""Decoding from text to text, as the command does it: what a run gave and took."""
 
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 
-from ..decoding.cache.support import max_positions
+from ..decoding.cache.support import table_positions
 from ..decoding.generate import SpeculativeOutput, speculative_generate
-from ..decoding.keywords import NUM_ASSISTANT_TOKENS
 from ..decoding.outputs import TextStream
 from ..decoding.stats import GenerationStats
-from ..definition import MAX_DRAFT_TOKENS
-from ..rules import RULES, Rule, SpS, given, rebuild, resolve_rule
+from ..rules import SpS
 from .pair import ModelPair
+from .settings import RunSettings
 
 DEFAULT_PROMPT = "Question: Maria has 5 boxes of pencils."
 WARM_UP_TOKENS = 16
 
 Write = Callable[[str], None]
 Decoded = TypeVar("Decoded")
-
-
-Backend = Literal["triton", "torch"] | None
-
-
-@dataclass(frozen=True)
-class RunSettings:
-    """How to decode. Raises ValueError or TypeError, naming what came and what to do."""
-
-    rule: Rule
-    seed: int
-    num_assistant_tokens: int = NUM_ASSISTANT_TOKENS
-    prompt_lookup_num_tokens: int | None = None
-    max_new_tokens: int = 128
-    greedy: bool = False
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    backend: Backend = None
-
-    def __post_init__(self):
-        for name in ("num_assistant_tokens", "prompt_lookup_num_tokens"):
-            value = getattr(self, name)
-            if value is not None and not 1 <= value <= MAX_DRAFT_TOKENS:
-                raise ValueError(f"{name.replace('_', '-')} must be in 1 .. {MAX_DRAFT_TOKENS}, got {value}")
-        if self.prompt_lookup_num_tokens is not None and self.num_assistant_tokens != NUM_ASSISTANT_TOKENS:
-            raise ValueError(
-                "--prompt-lookup-num-tokens and --num-assistant-tokens are both given: leave the latter out"
-            )
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max-new-tokens must be at least 1, got {self.max_new_tokens}")
-        if not (self.temperature > 0 and math.isfinite(self.temperature)):
-            advice = ": use --greedy for the most likely tokens" if self.temperature == 0 else ""
-            raise ValueError(f"temperature must be above 0 and finite, got {self.temperature}{advice}")
-        if self.top_k < 0:
-            raise ValueError(f"top-k must be at least 0 (0 keeps every token), got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top-p must be above 0 and at most 1 (1 keeps every token), got {self.top_p}")
-        if not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"seed must fit in 64 bits, got {self.seed}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything above, and the rule's strength, ready for JSON; what a run has no use for is None.
-
-        delta: the strength again where the rule calls it so, else None.
-        """
-        rule = given(self.rule)
-        values = asdict(self) | {"rule": self.rule.name, "strength": next(iter(rule.values()), None)}
-        values["delta"] = rule.get("delta")
-        if self.prompt_lookup_num_tokens is not None:
-            values["num_assistant_tokens"] = None
-        if self.greedy:
-            values |= dict.fromkeys(("rule", "strength", "delta", "temperature", "top_k", "top_p", "seed"))
-        return values
 
 
 @dataclass(frozen=True)
@@ -147,38 +92,20 @@ def check_prompt(prompt: str) -> None:
         raise ValueError("the prompt is not UTF-8")
 
 
-def make_rule(name: str, strength: float | None = None, delta: float | None = None) -> Rule:
-    """A rule from its name and its strength, None: the default. Raises ValueError or TypeError.
-
-    delta: the strength, too, of a rule that calls it so.
-    """
-    rule = resolve_rule(name)
-    if strength is None and delta is None:
-        return rule
-    if strength is not None and delta is not None:
-        raise ValueError("--strength and --delta are both given: leave one out")
-    called, option = RULES[name].strength, "--strength" if delta is None else "--delta"
-    if called is None:
-        raise ValueError(f"rule {name} has no strength: leave out {option}")
-    if delta is not None and called != "delta":
-        raise ValueError(f"rule {name} has no delta, its strength is {called}: use --strength")
-    return rebuild(name, [strength if delta is None else delta])
-
-
 def encode(pair: ModelPair, prompt: str, settings: RunSettings, add_special_tokens: bool = True) -> torch.Tensor:
     """int64 [1, P]. Raises ValueError for a prompt that leaves no room for the new tokens.
 
     add_special_tokens: as in tokenizers; False where the prompt holds them, as what a chat template writes.
     """
     ids = pair.tokenizer(prompt, return_tensors="pt", add_special_tokens=add_special_tokens).input_ids
-    limits = [max_positions(m) for m in pair.models]
-    limit = min((n for n in limits if n is not None), default=2**63)
-    room = limit - ids.shape[1]
+    limit = table_positions(pair.model)
+    # The last token is never read.
+    room = math.inf if limit is None else limit + 1 - ids.shape[1]
     if settings.max_new_tokens > room:
         advice = f"use --max-new-tokens {room} or less" if room > 0 else "shorten it"
         raise ValueError(
             f"the prompt is too long: {ids.shape[1]} tokens and {settings.max_new_tokens} new ones are more than the "
-            f"{limit} positions of the models: {advice}"
+            f"{limit} positions of the target: {advice}"
         )
     return ids.to(pair.model.device)
 
@@ -189,7 +116,7 @@ def run_plain(pair: ModelPair, ids: torch.Tensor, settings: RunSettings) -> Run:
     def decode() -> torch.Tensor:
         with torch.random.fork_rng(devices=[pair.model.device] if pair.model.device.type == "cuda" else []):
             torch.manual_seed(settings.seed)
-            return pair.model.generate(ids, attention_mask=torch.ones_like(ids), **_sampling(settings))
+            return pair.model.generate(ids, attention_mask=torch.ones_like(ids), **settings.keywords(pair.tokenizer))
 
     sequences, seconds = _timed(decode, pair.model.device)
     return Run("plain", *_text(pair, ids, sequences), seconds)
@@ -206,22 +133,26 @@ def run_speculative(
             ids,
             attention_mask=torch.ones_like(ids),  # a template may hold the padding id
             assistant_model=pair.assistant_model,
-            rule=settings.rule,
-            num_assistant_tokens=settings.num_assistant_tokens,
+            rule=None if settings.greedy else settings.rule,
+            num_assistant_tokens=None if settings.prompt_lookup_num_tokens else settings.num_assistant_tokens,
             prompt_lookup_num_tokens=settings.prompt_lookup_num_tokens,
+            budget=settings.budget,
+            draft_temperature=settings.draft_temperature,
             seed=settings.seed,
             backend=settings.backend,
             streamer=write and TextStream(pair.tokenizer, write),
             return_dict_in_generate=True,
-            **_sampling(settings),
+            **settings.keywords(pair.tokenizer),
         )
         assert isinstance(out, SpeculativeOutput)  # asked for by return_dict_in_generate
         return out
 
     out, seconds = _timed(decode, pair.model.device)
-    label = "speculative" if settings.greedy else settings.rule.name
     assert out.stats is not None  # so is this
-    return SpeculativeRun(label, *_text(pair, ids, out.sequences), seconds, out.stats)
+    name, strength = settings.rule_as_given
+    stats = replace(out.stats, rule=name, strengths=[] if strength is None else [strength])
+    label = "speculative" if settings.greedy else name
+    return SpeculativeRun(label, *_text(pair, ids, out.sequences), seconds, stats)
 
 
 def compare(pair: ModelPair, ids: torch.Tensor, settings: RunSettings) -> tuple[Run, list[SpeculativeRun]]:
@@ -234,7 +165,7 @@ def compare(pair: ModelPair, ids: torch.Tensor, settings: RunSettings) -> tuple[
     try:
         for s in (_short(settings), settings):
             plain = run_plain(pair, ids, s)
-            speculative = [run_speculative(pair, ids, replace(s, rule=rule)) for rule in rules]
+            speculative = [run_speculative(pair, ids, replace(s, rule=rule, named=None)) for rule in rules]
     finally:
         pair.model.generation_config.eos_token_id = end
     return plain, speculative
@@ -272,14 +203,6 @@ def why_slower(plain: Run, speculative: list[SpeculativeRun]) -> str | None:
 
 def _short(settings: RunSettings) -> RunSettings:
     return replace(settings, max_new_tokens=min(WARM_UP_TOKENS, settings.max_new_tokens))
-
-
-def _sampling(settings: RunSettings) -> dict[str, Any]:
-    """Keywords of `generate` and `speculative_generate`."""
-    if settings.greedy:
-        return {"do_sample": False, "max_new_tokens": settings.max_new_tokens}
-    names = ("max_new_tokens", "temperature", "top_k", "top_p")
-    return {"do_sample": True} | {name: getattr(settings, name) for name in names}
 
 
 def _timed(decode: Callable[[], Decoded], device: torch.device) -> tuple[Decoded, float]:

@@ -31,3 +31,10 @@ def command(capfd):
         return ended.value.code, out, err
 
     return run
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    """A terminal of 40 columns, without colours."""
+    for name, value in {"TTY_COMPATIBLE": "1", "COLUMNS": "40", "LINES": "25", "TERM": "dumb"}.items():
+        monkeypatch.setenv(name, value)

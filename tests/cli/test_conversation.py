@@ -2,6 +2,9 @@
 
 import io
 import json
+import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -10,7 +13,7 @@ pytest.importorskip("transformers")
 from support.families import END_OF_TURN, FAMILIES, RENDERED, TURNS, save_checkpoints, tokenizer_of
 
 from cactus_kernels.cli import conversation
-from cactus_kernels.tools import chat
+from cactus_kernels.tools import chat, runs
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +57,78 @@ def test_a_conversation_goes_on(checkpoints, command, monkeypatch):
     ]
     assert seen[1][1]["content"] == "Hi" and seen[1][3]["content"] == "Bye"
     assert out.count(" a target forward]\n") == 2 and "Hi" not in out
+
+
+def interrupts(pieces):
+    """Stands for `run_speculative`: writes, and is interrupted (Ctrl-C)."""
+
+    def run(pair, ids, settings, write):
+        for piece in pieces:
+            write(piece)
+        raise KeyboardInterrupt
+
+    return run
+
+
+def test_an_interrupt_stops_an_answer_and_keeps_the_conversation(checkpoints, command, monkeypatch):
+    directory, seen = checkpoints / "llama3", []
+    right, whole = chat.render, runs.run_speculative
+    answers = iter([interrupts(["One", " two"]), interrupts([]), whole])
+    monkeypatch.setattr(
+        conversation, "render", lambda tokenizer, turns, thinking: seen.append(turns) or right(tokenizer, turns)
+    )
+    monkeypatch.setattr(runs, "run_speculative", lambda *args, **kwargs: next(answers)(*args, **kwargs))
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\nGo on\nBye\n"))
+    models = ["--model", directory, "--draft", directory, "--max-new-tokens", 5, "--seed", 3]
+    code, out, err = command("generate", "--chat", *models)
+    assert (code, err) == (0, "")
+    assert [m["content"] for m in seen[2]] == ["Hi", "One two", "Go on", "", "Bye"]
+    assert out.startswith("One two\n[stopped]\n\n[stopped]\n") and out.count(" a target forward]\n") == 1
+
+
+def test_an_interrupt_at_the_prompt_ends_a_conversation_that_said_so(checkpoints, command, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    def interrupted(prompt):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.stdin", Terminal())
+    monkeypatch.setattr("builtins.input", interrupted)
+    directory = checkpoints / "llama3"
+    code, out, err = command("generate", "--chat", "--model", directory, "--draft", directory)
+    assert (code, err) == (130, "\n") and "stopped" not in out
+    assert out.splitlines()[0] == "Ctrl-C stops an answer. At the prompt, Ctrl-D or Ctrl-C ends the conversation."
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
+def test_a_signal_in_the_middle_of_an_answer(checkpoints):
+    directory = str(checkpoints / "llama3")
+    arguments = [
+        "generate",
+        "--chat",
+        "--model",
+        directory,
+        "--draft",
+        directory,
+        "--max-new-tokens",
+        "400",
+        "--seed",
+        "3",
+    ]
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", "from cactus_kernels.cli import main; main()", *arguments],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        process.stdin.write(b"Hi\n")
+        process.stdin.flush()
+        assert process.stdout.read(1)  # of the answer
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(b"Bye\n", timeout=120)
+    assert (process.returncode, err) == (0, b"")
+    assert out.count(b"\n[stopped]\n") == 1 and out.count(b" a target forward]\n") == 1
 
 
 @pytest.mark.parametrize(

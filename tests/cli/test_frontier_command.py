@@ -49,9 +49,19 @@ def test_table_files_and_recommendation(measure, tmp_path):
     cactus = value["points"][1]
     assert f"{cactus['acceptance']:.3f}" in out and f"{cactus['kl']:.3f}" in out
     within = max((p for p in value["points"] if p["kl"] <= 0.2), key=lambda p: p["acceptance"])
-    assert out.splitlines()[-1].startswith("For a mean KL of at most 0.2: " + within["rule"])
-    assert out.splitlines()[-1].endswith(f"in generate: --rule {within['name']} --strength {within['strength']}")
+    answer, caveat = out.splitlines()[-2:]
+    assert answer.startswith("For a mean KL of at most 0.2: " + within["rule"])
+    assert caveat.startswith("Uncertain, from 60 positions: ")
+    assert f"{within['acceptance_error']:.3f} of the acceptance and {within['kl_error']:.4f} of the KL" in caveat
+    assert answer.endswith(f"in generate: --rule {within['name']} --strength {within['strength']}")
     assert [x.name for x in tmp_path.iterdir()] == ["f.json"]
+
+
+def test_the_table_on_a_narrow_terminal(measure, narrow):
+    lines = measure("--positions", 20)[1].splitlines()
+    assert max(map(len, lines[:40])) <= 40
+    at = lines.index("cactus 0.25")
+    assert [line.split()[0] for line in lines[at + 1 : at + 4]] == ["accept", "KL", "m"]
 
 
 @pytest.mark.parametrize("name", ["f.svg", "f.PNG"])
@@ -96,6 +106,7 @@ def test_an_interrupt_before_any_position_writes_nothing(measure, tmp_path, monk
         (["--positions", 0], "positions must be at least 1"),
         (["--temperature", 0], "temperature must be above 0"),
         (["--top-p", 1.5], "top-p"),
+        (["--min-p", 1.5], "min-p must be in [0, 1]"),
         (["--max-kl", 0.1, "--min-accept", 0.5], "give one"),
         (["--max-kl", -1], "max-kl"),
         (["--min-accept", 2], "min-accept"),

@@ -8,11 +8,15 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cactus_kernels import speculative_generate
 from cactus_kernels.cli import terminal
 from cactus_kernels.decoding.stats import GenerationStats
+from cactus_kernels.rules import RULES
 from cactus_kernels.tools import runs
 from cactus_kernels.tools.pair import embedded_pair
+from cactus_kernels.tools.settings import RunSettings, make_rule, name_rule
 
 SHORT = ["--max-new-tokens", "24", "--seed", "1"]
 PROMPT = "Question: A farmer has 7 hens."
@@ -88,7 +92,7 @@ def test_json_holds_the_run(generate, pair):
     assert result["tokens_per_second"] == pytest.approx(result["tokens"] / result["seconds"])
     assert stats["target_forwards"] == len(stats["accepted_lengths"][0]) and max(stats["accepted_lengths"][0]) <= 3
     assert (settings["rule"], settings["delta"], settings["num_assistant_tokens"]) == ("cactus", 0.25, 3)
-    assert (settings["temperature"], settings["top_k"], settings["top_p"]) == (1.0, 0, 1.0)
+    assert (settings["temperature"], settings["top_k"], settings["top_p"]) == (0.6, 20, 0.95)
     assert (settings["device"], settings["dtype"], settings["seed"]) == ("cpu", "float32", 1)
 
 
@@ -100,11 +104,54 @@ def test_the_strength_of_a_rule(generate):
     assert (by_delta["settings"]["delta"], by_delta["settings"]["strength"]) == (0.1, 0.1)
     lossless = generate(*quick, "--json", "--rule", "sps")
     assert lossless["settings"]["strength"] is None and lossless["settings"]["delta"] is None
-    for rule, name in (("capped", "capped"), ("lenience", "capped"), ("optimal-cap", "optimal-cap")):
+    for rule in ("capped", "lenience", "optimal-cap"):
         run = generate(*quick, "--json", "--rule", rule, "--strength", 1)
-        assert [run["settings"][k] for k in ("rule", "strength", "delta")] == [name, 1, None]
+        assert [run["settings"][k] for k in ("rule", "strength", "delta")] == [rule, 1, None]
         assert run["token_ids"] == lossless["token_ids"]
     assert "capped, strength 1.5" in generate(*quick, "--rule", "capped", "--strength", 1.5)
+
+
+def test_a_rule_is_reported_as_it_was_given(generate):
+    """Lenience is `Capped(1 / lenience)`."""
+    quick = (PROMPT, "--max-new-tokens", "12", "--seed", "1", "--rule")
+    capped = generate(*quick, "capped", "--strength", 4, "--json")
+    run = generate(*quick, "lenience", "--strength", 0.25, "--json")
+    assert run["token_ids"] == capped["token_ids"]
+    assert [run["settings"][k] for k in ("rule", "strength", "delta")] == ["lenience", 0.25, None]
+    assert (run["decoding"], run["stats"]["rule"], run["stats"]["strengths"]) == ("lenience", "lenience", [0.25])
+    assert "lenience, strength 0.5\n" in generate(*quick, "lenience")
+    assert "cactus-kl, delta 0.5\n" in generate(*quick, "cactus-kl", "--delta", 0.5)
+    for name in set(RULES) - {"sps", "coupled"}:
+        rule = make_rule(name)
+        reported = name_rule(name, None) or (rule.name, RunSettings(rule, 1).to_dict()["strength"])
+        assert reported == (name, RULES[name].default_strength)
+
+
+def test_a_budget(generate):
+    run = generate(PROMPT, *SHORT, "--json", "--budget", 0.5)
+    assert run["settings"]["budget"] == run["stats"]["budget"][0] == 0.5 and 0 < run["stats"]["spent"][0] <= 0.5
+    assert f"budget           {run['stats']['spent'][0]:.2f} of 0.5 nats\n" in generate(PROMPT, *SHORT, "--budget", 0.5)
+    sps = generate(PROMPT, *SHORT, "--json", "--rule", "sps")
+    assert generate(PROMPT, *SHORT, "--json", "--budget", 0)["token_ids"] == sps["token_ids"] != run["token_ids"]
+    assert "budget" not in generate(PROMPT, "--max-new-tokens", "2")
+
+
+def test_texts_to_stop_at(generate):
+    whole = generate(PROMPT, "--greedy", "--max-new-tokens", "24", "--json")
+    ends = sorted(whole["text"].split()[3:5], key=whole["text"].index)
+    for stop in (ends[:1], ends[::-1]):
+        given = [x for text in stop for x in ("--stop", text)]
+        run = generate(PROMPT, "--greedy", "--max-new-tokens", "24", "--json", *given)
+        n = run["tokens"]
+        assert run["token_ids"] == whole["token_ids"][:n] and ends[0] in run["text"] and run["settings"]["stop"] == stop
+        assert run["text"].index(ends[0]) == whole["text"].index(ends[0]) and len(run["text"]) < len(whole["text"]) / 2
+
+
+def test_the_drafts_temperature(generate):
+    quick = (PROMPT, *SHORT, "--json", "--rule", "sps", "--temperature", 1)
+    results = [generate(*quick, *given) for given in ([], ["--draft-temperature", 1], ["--draft-temperature", 0.2])]
+    assert results[0]["token_ids"] == results[1]["token_ids"] != results[2]["token_ids"]
+    assert results[2]["settings"]["draft_temperature"] == 0.2
 
 
 def test_one_token_drafts_nothing(generate):
@@ -143,11 +190,39 @@ def test_without_a_prompt_there_is_one(generate):
     assert generate(*SHORT).startswith(runs.DEFAULT_PROMPT)
 
 
-def test_checkpoints_sample_by_the_command_not_by_their_own_settings(generate, directories):
-    """The directories hold the embedded pair with top_k = 1 and a repetition penalty."""
-    mine = generate(PROMPT, *SHORT, "--json", "--model", directories / "target", "--draft", directories / "draft")
-    assert mine["token_ids"] == generate(PROMPT, *SHORT, "--json")["token_ids"]
-    assert mine["settings"]["model"] == str(directories / "target")
+def test_sampling_is_the_models_own_as_in_generate(generate, directories, pair):
+    """The embedded pair's that of the paper; the directories hold it with top_k = 1 (and a penalty, which does not count)."""
+    model, assistant_model, tokenizer = pair
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    out = speculative_generate(
+        model, ids, assistant_model=assistant_model, rule="cactus", seed=1, do_sample=True, max_new_tokens=24
+    )
+    mine = generate(PROMPT, *SHORT, "--json")
+    assert mine["token_ids"] == out[0, ids.shape[1] :].tolist()
+    whole = generate(PROMPT, *SHORT, "--json", "--temperature", 1, "--top-k", 0, "--top-p", 1)
+    assert whole["token_ids"] != mine["token_ids"]
+    models = ("--model", directories / "target", "--draft", directories / "draft")
+    theirs = generate(PROMPT, *SHORT, "--json", *models)
+    assert [theirs["settings"][k] for k in ("temperature", "top_k", "top_p", "min_p")] == [0.6, 1, 0.95, 0]
+    assert theirs["token_ids"] == generate(PROMPT, "--greedy", "--max-new-tokens", "24", "--json")["token_ids"]
+    assert theirs["settings"]["model"] == str(directories / "target")
+    assert generate(PROMPT, *SHORT, "--json", *models, "--top-k", 20)["token_ids"] == mine["token_ids"]
+    partly = generate(PROMPT, *SHORT, "--json", "--top-k", 5)["settings"]
+    assert (partly["temperature"], partly["top_k"], partly["top_p"]) == (0.6, 5, 0.95)
+
+
+def test_a_model_that_says_nothing_is_sampled_from_as_generate_does(generate, directories, tmp_path):
+    """transformers keeps 50 tokens then."""
+    for file in (directories / "target").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "pad_token_id": 1}))
+    run = generate(PROMPT, *SHORT, "--json", "--rule", "sps", "--model", tmp_path, "--draft", tmp_path)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
+    settings = {"assistant_model": model, "rule": "sps", "seed": 1, "do_sample": True, "max_new_tokens": 24}
+    own = speculative_generate(model, ids, **settings)[0, ids.shape[1] :].tolist()
+    assert run["token_ids"] == own and run["settings"]["top_k"] == 50
+    assert speculative_generate(model, ids, top_k=0, **settings)[0, ids.shape[1] :].tolist() != own
 
 
 def test_truncation_when_asked_for(generate):
@@ -155,6 +230,7 @@ def test_truncation_when_asked_for(generate):
     greedy = generate(PROMPT, "--greedy", "--max-new-tokens", "24", "--json")["token_ids"]
     assert generate(PROMPT, *SHORT, "--json", "--top-k", "1")["token_ids"] == greedy
     assert generate(PROMPT, *SHORT, "--json", "--top-p", "1e-6")["token_ids"] == greedy
+    assert generate(PROMPT, *SHORT, "--json", "--min-p", "1")["token_ids"] == greedy
     assert generate(PROMPT, *SHORT, "--json", "--temperature", "1e-4")["token_ids"] == greedy
 
 
@@ -167,6 +243,23 @@ def test_compare_has_three_rows(generate):
     assert rows == ["decoding", "plain", "sps", "cactus, delta 0.5"]
     assert "seed 1." in out and "cactus is lossy" in out
     assert "lossy" not in generate(PROMPT, *SHORT, "--compare", "--delta", "0")
+
+
+def test_compare_on_a_narrow_terminal(generate, monkeypatch, narrow):
+    """Run by run, a figure a line: a table would have its words cut into syllables."""
+    plain = runs.Run("plain", "", [0] * 10, 1.0)
+    stats = GenerationStats("sps", [], None, None, 4, [4], [20], [6], [10], [[2] * 3 + [0]], 1.2, 0.6, 0.1)
+    ours = [runs.SpeculativeRun(rule, "", [0] * 10, 0.5, stats) for rule in ("sps", "cactus")]
+    monkeypatch.setattr(runs, "compare", lambda *_: (plain, ours))
+    lines = generate(PROMPT, *SHORT, "--compare").splitlines()
+    assert max(map(len, lines)) <= 40
+    assert [line.split() for line in lines if line and not line.startswith(" ")][:3] == [
+        ["plain"], ["sps"], ["cactus,", "delta", "1"],
+    ]  # fmt: skip
+    assert [line.split() for line in lines[7:14]] == [
+        ["sps"], ["tokens", "10"], ["seconds", "0.50"], ["tokens/s", "20.0"], ["tokens/forward", "2.50"],
+        ["accepted", "30", "%"], ["speed", "2.00x"],
+    ]  # fmt: skip
 
 
 def test_compare_in_json(generate):
@@ -249,7 +342,6 @@ def fake_run():
         (["--num-assistant-tokens", "0"], "num-assistant-tokens must be in 1 .. 64, got 0"),
         (["--num-assistant-tokens", "65"], "num-assistant-tokens must be in 1 .. 64, got 65"),
         (["--max-new-tokens", "0"], "max-new-tokens must be at least 1, got 0"),
-        (["--max-new-tokens", "100000"], "positions of the models: use --max-new-tokens"),
         (["--temperature", "0"], "use --greedy"),
         (["--temperature", "-0.5"], "temperature must be above 0"),
         (["--temperature", "nan"], "temperature must be above 0"),
@@ -258,12 +350,28 @@ def fake_run():
         (["--top-p", "0"], "top-p must be above 0"),
         (["--top-p", "1.5"], "top-p must be above 0 and at most 1"),
         (["--top-p", "nan"], "top-p must be above 0"),
+        (["--min-p", "-0.1"], "min-p must be in [0, 1] (0 keeps every token), got -0.1"),
+        (["--min-p", "nan"], "min-p must be in [0, 1]"),
+        (["--draft-temperature", "-1"], "draft-temperature must be finite and at least 0 (0: greedy drafts), got -1.0"),
+        (["--draft-temperature", "1", "--prompt-lookup-num-tokens", "3"], "prompt lookup has none: leave it out"),
+        (["--budget", "-1"], "budget must be finite and at least 0 nats (0 is lossless), got -1.0"),
+        (["--budget", "inf"], "budget must be finite"),
+        (
+            ["--budget", "1", "--rule", "typical"],
+            "a budget needs a rule that keeps the target's proportions, got typical",
+        ),
+        (["--stop", ""], "--stop is empty: give a text to stop at"),
+        (["--stop", "x", "--compare"], "--compare goes on past the end of a text: leave out --stop"),
+        (["--greedy", "--budget", "1", "--draft-temperature", "1"], "leave out --draft-temperature and --budget"),
+        (["--greedy", "--min-p", "0.1"], "--greedy does not sample: leave out --min-p"),
         (["--seed", str(2**63)], "seed must fit in 64 bits"),
         (["--greedy", "--temperature", "0.5"], "--greedy does not sample: leave out --temperature"),
         (["--greedy", "--rule", "sps", "--top-k", "5"], "leave out --top-k and --rule"),
         (["--compare", "--rule", "sps"], "--compare runs both rules"),
         (["--backend", "cuda"], "backend must be 'triton', 'torch' or None, got 'cuda'"),
         (["--device", "tpu"], "device must be cpu, cuda"),
+        (["--device", "mps"], "device mps is not supported: use --device cpu"),
+        (["--device", "mps:0"], "device mps:0 is not supported: use --device cpu"),
         (["--device", "cuda:99"], "device cuda:99 is not there"),
         (["--dtype", "int8"], "dtype must be one of auto, float32, bfloat16, float16, got 'int8'"),
         (["--model", "."], "--model needs --draft"),
@@ -275,7 +383,6 @@ def fake_run():
         (["", "--seed", "1"], "the prompt is empty"),
         ([" \n", "--seed", "1"], "the prompt is empty"),
         (["\udcff"], "the prompt is not UTF-8"),
-        (["word " * 3000], "the prompt is too long: "),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
@@ -288,6 +395,21 @@ def test_bad_arguments_end_in_one_line(command, arguments, says):
 def test_another_tokenizer_is_refused(command, directories):
     code, _, err = command("generate", "--model", directories / "target", "--draft", directories / "other")
     assert code == 2 and err.count("\n") == 1 and "the draft has another tokenizer: 2 tokens differ" in err
+
+
+def test_a_directory_without_a_tokenizer(command, directories, tmp_path):
+    """What transformers says of it has several lines and speaks of sentencepiece; that of a damaged one is said as a whole."""
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((directories / "target" / name).read_bytes())
+    code, _, err = command("generate", "--model", tmp_path, "--draft", directories / "draft")
+    assert code == 2 and err.count("\n") == 1
+    assert err.endswith("the directory holds no tokenizer: save it there, tokenizer.save_pretrained(directory)\n")
+    (tmp_path / "tokenizer.model").write_text("none")
+    code, _, err = command("generate", "--model", tmp_path, "--draft", directories / "draft")
+    assert code == 2 and err.count("\n") == 1 and len(err.split(": ", 2)[2].split()) > 12
+    AutoTokenizer.from_pretrained(directories / "target").save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.model").unlink()
+    assert command("generate", *SHORT, "--model", tmp_path, "--draft", directories / "draft")[0] == 0
 
 
 def test_a_model_that_cannot_roll_back_is_refused(command, directories, monkeypatch):

@@ -42,7 +42,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation import logits_process as hf
 
-from cactus_kernels import Cactus, Rule, definition, embedded_pair, philox, speculative_generate
+from cactus_kernels import Cactus, Rule, SpS, definition, embedded_pair, philox, speculative_generate
 from cactus_kernels.decoding.drafters.drafts import DraftRows, Drafts
 from cactus_kernels.decoding.drafters.model import ModelDrafter
 from cactus_kernels.decoding.drafters.sampler import DraftSampler
@@ -541,9 +541,10 @@ def test_stats_are_consistent(do_sample):
     target, draft, prompts = uneven()
     target.calls = draft.calls = 0
     settings = {"max_new_tokens": 20, "eos_token_id": 6, "do_sample": do_sample, "num_assistant_tokens": 4}
-    out = run(target, draft, prompts, rule=Cactus(0.25), seed=1, **settings)
+    rule = Cactus(0.25) if do_sample else SpS()
+    out = run(target, draft, prompts, rule=rule, seed=1, **settings)
     stats = out.stats
-    assert stats.rule == "cactus" and stats.strengths == [0.25]
+    assert stats.rule == rule.name and stats.strengths == list(rule.strengths)
     assert stats.target_forwards == target.calls == max(stats.rounds)
     assert draft.calls == sum(
         max(

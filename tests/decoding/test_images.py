@@ -105,8 +105,8 @@ REFUSED = {
         "pixel_values: Gemma3ForConditionalGeneration has attention or positions of its own",
     ),
     "positions": (qwen2_vl, ONE, {}, "pixel_values: Qwen2VLForConditionalGeneration has attention or positions of its"),
-    "grid": (qwen2_vl, ONE, {"image_grid_thw": torch.ones(1, 3)}, "image_grid_thw is not taken"),
-    "token types": (gemma3, ONE, {"token_type_ids": torch.zeros(1, 6)}, "token_type_ids is not taken"),
+    "grid": (qwen2_vl, ONE, {"image_grid_thw": torch.ones(1, 3)}, "pixel_values, image_grid_thw: .*give it text"),
+    "token types": (gemma3, ONE, {"token_type_ids": torch.zeros(1, 6)}, "pixel_values, token_type_ids: .*give it"),
     "chunks": (llava, ONE, {"prefill_chunk_size": 4}, "pixel_values and prefill_chunk_size: .*leave one out"),
     "at the end": (llava, [ONE[0][:-1]], {}, "a prompt ends with an image: let text follow it"),
 }

@@ -1,5 +1,6 @@
 """Every row of the table of `generate`'s keywords in docs/generate.md."""
 
+import copy
 import functools
 import inspect
 import re
@@ -36,7 +37,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from cactus_kernels import speculative_generate
+from cactus_kernels import custom_generate, speculative_generate
 from cactus_kernels.decoding import models
 from cactus_kernels.decoding.cache.handover import CACHE_NAME
 from cactus_kernels.decoding.images import IMAGE_INPUTS
@@ -316,9 +317,76 @@ def test_keyword_num_assistant_tokens():
     target, _, prompts = uneven()
     for count, rounds in ((2, [4] * 4), ([0, 1, 2, 5], [12, 6, 4, 2])):
         assert run(target, target, prompts, max_new_tokens=12, num_assistant_tokens=count).stats.rounds == rounds
-    for name, value in {"num_assistant_tokens": 3, "assistant_confidence_threshold": 0.1}.items():
-        with pytest.raises(ValueError, match=f"{name}={value} in the generation_config is not gone by"):
-            run(target, target, prompts, generation_config=GenerationConfig(**{name: value}))
+
+
+# What is set in the call, in generation_config=, in the draft's own config and in the model's -> what is gone by.
+PLACES = {
+    "nobody": ((None, None, None, None), 5),
+    "model": ((None, None, None, 2), 2),
+    "draft": ((None, None, 3, 2), 3),
+    "config": ((None, 1, 3, 2), 1),
+    "call": ((4, 1, 3, 2), 4),
+}
+
+
+@pytest.mark.parametrize(("places", "expected"), PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("form", ["speculative_generate", "custom_generate"])
+def test_num_assistant_tokens_counts_wherever_it_stands(places, expected, form):
+    call, config, draft_config, model_config = places
+    target, ids = uneven()[0], torch.tensor([[3]])
+    draft = copy.deepcopy(target)
+    target.generation_config.num_assistant_tokens = model_config
+    draft.generation_config.num_assistant_tokens = draft_config
+    given = {} if call is None else {"num_assistant_tokens": call}
+    given |= {} if config is None else {"generation_config": GenerationConfig(num_assistant_tokens=config)}
+    given |= {"max_new_tokens": 12, "return_dict_in_generate": True, "eos_token_id": None}
+    if form == "custom_generate":
+        out = target.generate(ids, custom_generate=functools.partial(custom_generate, assistant_model=draft), **given)
+    else:
+        out = speculative_generate(target, ids, assistant_model=draft, **given)
+    assert max(out.stats.accepted_lengths[0]) == expected
+
+
+@pytest.mark.parametrize("where", ["call", "generation_config", "draft", "model"])
+def test_settings_of_transformers_own_drafting(where):
+    """What asks for nothing new is taken, wherever it stands; the rest is refused, and nearer places go before farther ones."""
+    asks_nothing = {"num_assistant_tokens_schedule": ["constant"], "assistant_confidence_threshold": [0, 0.0]}
+    asks = {
+        "num_assistant_tokens_schedule": ["heuristic", "heuristic_transient"],
+        "assistant_confidence_threshold": [0.1, 0.4, 1],
+        "assistant_lookbehind": [10],
+        "target_lookbehind": [5],
+    }
+
+    def call(name, value):
+        target, draft, prompts = uneven()
+        settings = {"max_new_tokens": 4}
+        if where == "call":
+            settings[name] = value
+        elif where == "generation_config":
+            settings["generation_config"] = GenerationConfig(**{name: value})
+        else:
+            setattr({"draft": draft, "model": target}[where].generation_config, name, value)
+        calm = {name: asks_nothing.get(name, [None])[0]}
+        if where != "call":
+            assert outputs(run(target, draft, prompts, **settings, **calm), prompts)
+        target.calls = draft.calls = 0
+        try:
+            assert outputs(run(target, draft, prompts, **settings), prompts) == plain(target, prompts, max_new_tokens=4)
+        finally:
+            calls.append(target.calls + draft.calls)
+
+    calls = []
+    for name, values in asks_nothing.items():
+        for value in values:
+            call(name, value)
+    assert min(calls) > 0
+    calls = []
+    for name, values in asks.items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"{name}={value!r} is not followed: .*leave it out"):
+                call(name, value)
+    assert max(calls) == 0
 
 
 def test_keyword_prompt_lookup_num_tokens_and_max_matching_ngram_size():

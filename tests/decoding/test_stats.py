@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from support.decoding import random_prompts, run
+from support.decoding import EOS, SumStops, chain, random_prompts, run, uneven
 from support.models import COMMON, build
 
 from cactus_kernels import skip_layers
@@ -53,3 +53,29 @@ def test_peak_memory_elsewhere(monkeypatch):
     for platform, bytes_ in (("linux", 5 * 1024), ("darwin", 5), ("win32", None)):
         monkeypatch.setattr(sys, "platform", platform)
         assert stats.peak_memory(torch.device("cpu")) == bytes_
+
+
+ENDS = {
+    "EOS": {"eos_token_id": [5, 6]},
+    "EOS, sampled": {"eos_token_id": [5, 6], "do_sample": True, "rule": "sps", "seed": 1},
+    "criterion": {"stopping_criteria": [SumStops()]},
+}
+
+
+@pytest.mark.parametrize("settings", ENDS.values(), ids=ENDS)
+def test_drafts_after_the_end_of_a_row_are_not_counted(settings):
+    """Of a draft with the target's weights every counted one is accepted, wherever in a block rows end."""
+    target = uneven()[0]
+    prompts = [[3], [4, 9, 9, 2], [15, 11], [7, 3, 12, 4, 5, 6], [2], [8]]
+    for count in (1, 4, 7):
+        out = run(target, target, prompts, max_new_tokens=21, num_assistant_tokens=count, **settings)
+        assert out.stats.drafted == out.stats.accepted and out.stats.acceptance_rate == 1
+        ended_early = sum(out.stats.tokens) < sum(out.stats.accepted) + sum(out.stats.rounds)
+        assert ended_early or count == 1
+
+
+def test_drafts_that_the_target_ends_a_row_before_are_counted():
+    """The draft goes on where the target says EOS: its tokens were rejected."""
+    target, draft = chain(8, (2, 3), (3, EOS)), chain(8, (2, 3), (3, 4), (4, 5))
+    out = run(target, draft, [[2]], max_new_tokens=9, num_assistant_tokens=5, eos_token_id=EOS)
+    assert out.stats.tokens == [2] and (out.stats.drafted, out.stats.accepted) == ([5], [1])

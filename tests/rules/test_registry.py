@@ -25,7 +25,7 @@ register("own", Own, (0.1, 0.5), {"delta": (0.0, 0.3, 1.0)})
 from cactus_kernels.plugins.vllm.patch import parse_rule
 from cactus_kernels.testing.fuzz import fuzz_case
 from cactus_kernels.tools.frontier import CURVES
-from cactus_kernels.tools.runs import make_rule
+from cactus_kernels.tools.settings import make_rule
 
 print(json.dumps({
     "by name": resolve_rule("own").delta, "README": [line for line in table().splitlines() if "`Own(" in line],

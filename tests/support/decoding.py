@@ -16,11 +16,12 @@ EOS, PAD = 1, 0
 
 
 def run(target, draft, prompts, **kwargs):
-    """`speculative_generate` over ragged prompts (lists of ids), left-padded, with a dict returned."""
+    """`speculative_generate` over ragged prompts (lists of ids), left-padded, with a dict returned; `Cactus(1.0)` samples."""
     width = max(map(len, prompts))
     ids = torch.tensor([[PAD] * (width - len(p)) + list(p) for p in prompts])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    kwargs = {"pad_token_id": PAD, "eos_token_id": None} | kwargs
+    rule = {"rule": "cactus"} if kwargs.get("do_sample") else {}
+    kwargs = {"pad_token_id": PAD, "eos_token_id": None} | rule | kwargs
     return speculative_generate(
         target, ids, assistant_model=draft, attention_mask=mask, return_dict_in_generate=True, **kwargs
     )

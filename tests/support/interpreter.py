@@ -281,6 +281,77 @@ def _replacements(interpreter):
 
         return converted
 
+    def keep_numbers(check):
+        """Operands of the same type need nothing; a number beside a tensor is made into one of its type and shape once."""
+        plain = {
+            "fp32": (int, float),
+            "fp64": (int, float),
+            "int32": (int,),
+            "int64": (int,),
+            "uint32": (int,),
+            "int1": (),
+        }
+        kept = {}
+
+        def checked(self, lhs, rhs, *args, **kwargs):
+            left, right = lhs.__class__, rhs.__class__
+            if left is tensor and right is tensor:
+                a, b = lhs.type, rhs.type
+                if (
+                    a.__class__ is b.__class__
+                    and lhs.dtype.__class__ is core.dtype
+                    and lhs.dtype.name == rhs.dtype.name
+                ):
+                    if lhs.dtype.name in plain and lhs.handle.data.shape == rhs.handle.data.shape:
+                        return lhs, rhs
+                elif args[:1] == (True,) and lhs.dtype.is_ptr() and a.__class__ is b.__class__ and rhs.dtype.is_int():
+                    if lhs.handle.data.shape == rhs.handle.data.shape:
+                        return lhs, rhs
+                return check(self, lhs, rhs, *args, **kwargs)
+            number, x = (lhs, rhs) if right is tensor else (rhs, lhs)
+            if x.__class__ is not tensor or number.__class__ not in plain.get(getattr(x.dtype, "name", None), ()):
+                return check(self, lhs, rhs, *args, **kwargs)
+            key = x.dtype.name, x.type.__class__, x.handle.data.shape, number.__class__, repr(number)  # 0.0 is not -0.0
+            if key not in kept:
+                both = check(self, lhs, rhs, *args, **kwargs)
+                kept[key] = both[0 if right is tensor else 1]
+                return both
+            return (kept[key], rhs) if right is tensor else (lhs, kept[key])
+
+        return checked
+
+    def keep_type(cast):
+        def fast(self, input, dst_ty, *args, **kwargs):
+            of = input.type.scalar
+            if of.__class__ is core.dtype and dst_ty.scalar.__class__ is core.dtype and of.name == dst_ty.scalar.name:
+                return input
+            return cast(self, input, dst_ty, *args, **kwargs)
+
+        return fast
+
+    def look_for_overflow(check):
+        """The same in numpy: what overflows is left to triton, which says so."""
+        operations = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+
+        def checked(self, lhs, rhs, binary_op):
+            operation, a, b = operations.get(binary_op.__name__), lhs.handle.data, rhs.handle.data
+            if operation is not None and a.dtype.kind in "iu" and a.dtype == b.dtype and a.dtype.itemsize < 8:
+                wide, limits = operation(a.astype(np.int64), b.astype(np.int64)), np.iinfo(a.dtype)
+                if limits.min <= wide.min() and wide.max() <= limits.max:
+                    return None
+            return check(self, lhs, rhs, binary_op)
+
+        return checked
+
+    semantic = getattr(tl.semantic, "TritonSemantic", None)  # before triton 3.4 these are functions of a module
+    operands = ("self", "lhs", "rhs")
+    numbers = []
+    if semantic is not None:
+        numbers = [
+            (semantic, "binary_op_type_checking_impl", operands, keep_numbers),
+            (semantic, "cast", ("self", "input", "dst_ty"), keep_type),
+            (semantic, "binary_op_sanitize_overflow_impl", (*operands, "binary_op"), look_for_overflow),
+        ]
     moves = [("create_addptr", "ptr"), ("create_splat", ""), ("create_broadcast", "arg"), ("create_expand_dims", "arg")]
     return [
         (interpreter.GridExecutor, "__call__", ("self", "args_dev", "kwargs"), launch),
@@ -296,4 +367,5 @@ def _replacements(interpreter):
         (tensor, "__init__", ("self", "handle", "type"), keep_shapes),
         (core, "_unwrap_if_constexpr", ("o",), unwrap_fast),
         (interpreter, "_get_np_dtype", ("tt_dtype",), keep_np_dtype),
+        *numbers,
     ]

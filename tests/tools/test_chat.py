@@ -11,6 +11,7 @@ from support.families import END_OF_TURN, FAMILIES, RENDERED, TURNS, save_checkp
 
 from cactus_kernels.tools import chat, runs
 from cactus_kernels.tools.pair import end_answers, load_pair
+from cactus_kernels.tools.settings import RunSettings, make_rule
 
 
 @pytest.fixture(scope="module")
@@ -62,15 +63,84 @@ def test_what_a_template_refuses():
         ("{", "the messages are not JSON"),
         ("[]", "messages must be a list"),
         ('"Hi"', "messages must be a list"),
-        ('[{"role": "user"}]', "message 0 must have a role and a content, both text"),
-        ('[{"role": "user", "content": [1]}]', "message 0 must have a role and a content, both text"),
-        ('[{"role": "bot", "content": "Hi"}]', "message 0 has role 'bot': use one of system, user, assistant, tool"),
+        ('{"role": "user", "content": "Hi"}', "messages must be a list"),
+        ('["Hi"]', "message 0 must be a dict with a role, got 'Hi'"),
+        ('[{"content": "Hi"}]', "message 0 must be a dict with a role, got {'content': 'Hi'}"),
+        ('[{"role": 1, "content": "Hi"}]', "message 0 must be a dict with a role, got {'role': 1"),
         (json.dumps(TURNS[:2]), "the last message is the assistant's: end with one that is to be answered"),
     ],
 )
 def test_messages_that_are_none(text, says):
     with pytest.raises(ValueError, match=says):
         chat.parse_messages(text)
+
+
+# In the manner of templates that know more than role and text.
+RICH = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.content is string %}{{ m.content }}{% elif m.content %}"
+    "{% for part in m.content %}{{ part.text if part.type == 'text' else '<|' + part.type + '|>' }}{% endfor %}{% endif %}"
+    "{% for call in m.tool_calls %}{{ call.function.name }}({{ call.function.arguments | tojson }}){% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+ASKED = {"role": "user", "content": "Hi"}
+CALL = {"type": "function", "function": {"name": "sum", "arguments": {"x": 1}}}
+UNDERSTOOD = {
+    "parts": (
+        [{"role": "user", "content": [{"type": "text", "text": "Look: "}, {"type": "image"}]}],
+        "<user>Look: <|image|>",
+    ),
+    "a call": (
+        [ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "2"}],
+        '<user>Hi<assistant>sum({"x": 1})<tool>2',
+    ),
+    "a call without content": (
+        [ASKED, {"role": "assistant", "tool_calls": [CALL]}, {"role": "ipython", "content": "2"}],
+        '<user>Hi<assistant>sum({"x": 1})<ipython>2',
+    ),
+    "a developer": ([{"role": "developer", "content": "Be brief."}, ASKED], "<developer>Be brief.<user>Hi"),
+    "a developer's word at the end": (
+        [ASKED, {"role": "developer", "content": "Be brief."}],
+        "<user>Hi<developer>Be brief.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("messages", "text"), UNDERSTOOD.values(), ids=UNDERSTOOD)
+def test_what_a_template_understands_is_its_business(messages, text):
+    tokenizer = tokenizer_of("qwen3")
+    tokenizer.chat_template = RICH
+    assert chat.render(tokenizer, chat.parse_messages(json.dumps(messages))) == text + "<assistant>"
+
+
+@pytest.mark.parametrize("template", ["{{ '<' + messages[0].content }}", "{{ messages[0].content.split('x') }}"])
+def test_what_a_template_cannot_read_is_refused(template):
+    tokenizer = tokenizer_of("qwen3")
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match="the chat template refuses these messages: "):
+        chat.render(tokenizer, UNDERSTOOD["parts"][0])
+
+
+PARTS_ALONE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>\n"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (PARTS_ALONE, "<|im_end|>"),
+        ("{{ messages[1].content[0]['text'] + '<|im_end|>' }}", "<|im_end|>"),
+        ("<|im_start|>{{ messages[0].content }}", None),
+        ("{{ raise_exception('a system message is needed') }}", None),
+    ],
+    ids=["loop", "index", "no answers", "refused"],
+)
+def test_the_end_of_a_turn_in_templates_that_take_parts_or_no_answer(template, end):
+    tokenizer = tokenizer_of("qwen3")
+    tokenizer.chat_template = template
+    assert chat.end_of_turn(tokenizer) == (None if end is None else tokenizer.convert_tokens_to_ids(end))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -81,7 +151,7 @@ def test_every_end_ends_an_answer(family, checkpoints):
     end_answers(pair)
     named = {*FAMILIES[family][3], END_OF_TURN[family]}
     assert set(pair.model.generation_config.eos_token_id) == set(tokenizer.convert_tokens_to_ids(list(named)))
-    settings = runs.RunSettings(rule=runs.make_rule("sps", None), seed=1, max_new_tokens=20)
+    settings = RunSettings(rule=make_rule("sps", None), seed=1, max_new_tokens=20)
     ids = runs.encode(pair, RENDERED[family], settings, add_special_tokens=False)
     for end in named:
         for model in pair.models:

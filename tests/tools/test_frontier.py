@@ -48,12 +48,13 @@ def documents():
     return frontier.load_documents(None)
 
 
-def rows(model, ids, temperature=1.0, top_k=None):
+def rows(model, ids, temperature=1.0, top_k=None, min_p=0.0):
     """The model's distribution of every next token of one text, numpy float64 [L - 1, V]."""
     with torch.no_grad():
         scores = model(ids[None]).logits[0, :-1] / temperature
     if top_k:
         scores = scores.masked_fill(scores < scores.topk(top_k)[0][:, -1:], -torch.inf)
+    scores = scores.masked_fill(scores.softmax(-1) < min_p * scores.softmax(-1).amax(-1, keepdim=True), -torch.inf)
     return scores.double().softmax(-1).numpy()
 
 
@@ -62,7 +63,9 @@ def windows(a, m):
     return 1 + sum(np.mean([np.prod(x[i : i + k]) for x in a for i in range(len(x) - k + 1)]) for k in range(1, m + 1))
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.6, "top_k": 20}], ids=["plain", "truncated"])
+@pytest.mark.parametrize(
+    "sampling", [{}, {"temperature": 0.6, "top_k": 20}, {"min_p": 0.05}], ids=["plain", "truncated", "min-p"]
+)
 def test_figures_are_those_of_laws_worked_out_anew(pair, documents, sampling, monkeypatch):
     monkeypatch.setattr(frontier, "ELEMENTS", 8 * 2048)  # several chunks, the last one short
     texts = [pair.tokenizer.decode(pair.tokenizer(text).input_ids[60:79]) for text in documents[:2]]
@@ -98,6 +101,9 @@ def test_figures_are_those_of_laws_worked_out_anew(pair, documents, sampling, mo
         laws = np.array(laws)
         assert point.acceptance == pytest.approx(np.mean(accepted), rel=1e-5)
         assert point.kl == pytest.approx(np.mean([exact.kl(*x) for x in zip(laws, q, strict=True)]), rel=1e-4, abs=1e-9)
+        assert point.acceptance_error == pytest.approx(np.std(accepted, ddof=1) / 5, rel=1e-4, abs=1e-9)
+        kls = [exact.kl(*x) for x in zip(laws, q, strict=True)]
+        assert point.kl_error == pytest.approx(np.std(kls, ddof=1) / 5, rel=1e-3, abs=1e-9)
         assert point.total_variation == pytest.approx(abs(laws - q).sum(1).mean() / 2, rel=1e-4, abs=1e-9)
         with np.errstate(divide="ignore"):
             losses = -np.log(laws[at, tokens])[scored]

@@ -13,7 +13,7 @@ from .. import terminal
 COMMANDS = {
     "generate": "Continue a prompt, or answer a message, with drafts and verification, and say what it took.",
     "info": "Versions, devices, and the backend that verification takes on each.",
-    "check": "Test verification on this machine: the same bits as the reference, and tokens that follow their exact law.",
+    "check": "Test verification on this machine, its bits and its laws; or, with --model, a model against plain generate.",
     "frontier": "What each rule accepts and how far it strays from the target: exact laws at the positions of a text.",
 }
 QUIET: Any = {"add_completion": False, "pretty_exceptions_enable": False}

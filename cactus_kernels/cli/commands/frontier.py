@@ -30,6 +30,7 @@ def frontier(
     temperature: Annotated[float, typer.Option(help="Above 0, for both models.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="0 keeps every token.")] = 0,
     top_p: Annotated[float, typer.Option(help="Above 0 and at most 1, which keeps every token.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Keep tokens this times as likely as the likeliest; 0 keeps all.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of what the target writes.")] = 0,
     max_kl: Annotated[
         float | None, typer.Option(help="Recommend what accepts most within so many nats.", show_default="0.1")
@@ -46,7 +47,7 @@ def frontier(
         raise Failure("--max-kl and --min-accept are two questions: give one", 2)
     with terminal.status("loading"), one_line(2, *ARGUMENT_ERRORS, ImportError):
         libraries.silence()
-        settings = MeasurementSettings(positions, temperature, top_k, top_p, self_generated, seed)
+        settings = MeasurementSettings(positions, temperature, top_k, top_p, min_p, self_generated, seed)
         goal = report.Goal(max_kl, min_accept)
         documents = load_documents(text)
         _check_files(json, plot)
@@ -76,9 +77,5 @@ def _check_files(json: str | None, plot: str | None) -> None:
 
 
 def _print(found: Frontier, heading: str) -> None:
-    table = terminal.table(*report.COLUMNS)
-    for row in report.rows(found):
-        table.add_row(*row)
-    console = terminal.console()
-    console.print(table)
-    console.print(f"\n{heading}. {report.notes(found)}\n")
+    terminal.print_table(report.COLUMNS, report.rows(found))
+    terminal.console().print(f"\n{heading}. {report.notes(found)}\n")

@@ -1,6 +1,7 @@
 """`cactus-kernels generate`."""
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from secrets import randbits
 from typing import Annotated, Any, cast
 
@@ -13,6 +14,7 @@ from ...tools import runs
 from ...tools.chat import Message, render
 from ...tools.environment import find_device
 from ...tools.pair import ModelPair, end_answers, find_dtype, load_pair
+from ...tools.settings import Backend, RunSettings, make_rule, name_rule
 from .. import libraries, terminal
 from ..conversation import Question, converse
 from ..failure import Failure
@@ -25,7 +27,7 @@ class Task:
     """What is to be decoded: the prompt as text and as ids [1, P], and the messages that it was made of, if it was."""
 
     pair: ModelPair
-    settings: runs.RunSettings
+    settings: RunSettings
     messages: list[Message] | None
     text: str
     ids: torch.Tensor
@@ -49,7 +51,9 @@ def generate(
     ] = False,
     messages: Annotated[
         str | None,
-        typer.Option(help='Chat about a JSON file of messages, [{"role": ..., "content": ...}]; - is stdin.'),
+        typer.Option(
+            help='Chat about a JSON file of messages, [{"role": ..., "content": ...}], as the template has them; - is stdin.'
+        ),
     ] = None,
     system: Annotated[str | None, typer.Option(help="A system message before the --chat.")] = None,
     thinking: Annotated[
@@ -73,10 +77,30 @@ def generate(
         int | None, typer.Option(help="Draft as many tokens from earlier text, without a draft model.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
-    temperature: Annotated[float | None, typer.Option(help="Above 0.", show_default="1.0")] = None,
-    top_k: Annotated[int | None, typer.Option(help="0 keeps every token.", show_default="0")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="Above 0.", show_default="the model's own, as in generate")
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="0 keeps every token.", show_default="the model's own")] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Above 0 and at most 1, which keeps every token.", show_default="1.0")
+        float | None,
+        typer.Option(help="Above 0 and at most 1, which keeps every token.", show_default="the model's own"),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Keep tokens this times as likely as the likeliest; 0 keeps every token.",
+            show_default="the model's own",
+        ),
+    ] = None,
+    draft_temperature: Annotated[
+        float | None,
+        typer.Option(help="Of the draft alone, at least 0; 0 drafts the likeliest tokens.", show_default="temperature"),
+    ] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Nats that the text may stray from the target in all; 0 is lossless.")
+    ] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End the text where it has this in it; may be given several times.")
     ] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="Take the most likely tokens: no sampling.")] = False,
     seed: Annotated[int | None, typer.Option(help="Repeats a run.", show_default="random, and printed")] = None,
@@ -88,27 +112,33 @@ def generate(
         str | None, typer.Option(help="triton or torch.", show_default="triton on a GPU, else torch")
     ] = None,
 ) -> None:
-    sampling = _given(temperature=temperature, top_k=top_k, top_p=top_p)
+    sampling = _given(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    of_drafts = _given(draft_temperature=draft_temperature, budget=budget)
     question = Question(prompt, chat, messages, system, thinking)
     if greedy:
-        _refuse_sampling([*sampling, *_given(rule=rule, strength=strength, delta=delta)])
+        _refuse_sampling([*sampling, *of_drafts, *_given(rule=rule, strength=strength, delta=delta)])
     if compare and rule is not None:
         raise Failure("--compare runs both rules: leave out --rule", 2)
+    if compare and stop:
+        raise Failure("--compare goes on past the end of a text: leave out --stop", 2)
     if question.opens_conversation and (compare or json):
         raise Failure("--compare and --json take one message: give it as the prompt", 2)
     with terminal.status("loading"), one_line(2, *ARGUMENT_ERRORS):
         libraries.silence()
-        settings = runs.RunSettings(
-            rule=runs.make_rule("cactus" if rule is None else rule, strength, delta),
+        settings = RunSettings(
+            rule=make_rule("cactus" if rule is None else rule, strength, delta),
+            named=None if rule is None else name_rule(rule, strength),
             seed=randbits(32) if seed is None else seed,
             num_assistant_tokens=num_assistant_tokens,
             prompt_lookup_num_tokens=prompt_lookup_num_tokens,
             max_new_tokens=max_new_tokens,
             greedy=greedy,
-            backend=cast(runs.Backend, backend),  # `_prepare` checks it
+            backend=cast(Backend, backend),  # `_prepare` checks it
+            stop=tuple(stop or ()),
             **sampling,
+            **of_drafts,
         )
-        task = _prepare(question, settings, Source(model, draft, dtype, find_device(device)))
+        task = _prepare(question, settings, Source(model, draft, dtype, find_device(device)), sampling.keys())
     if compare:
         _compare(task, json)
         return
@@ -139,13 +169,14 @@ def _refuse_sampling(given: list[str]) -> None:
         raise Failure(f"--greedy does not sample: leave out {options}", 2)
 
 
-def _prepare(question: Question, settings: runs.RunSettings, source: Source) -> Task:
-    """What can be checked before models are loaded is."""
+def _prepare(question: Question, settings: RunSettings, source: Source, given: Collection[str]) -> Task:
+    """What can be checked before models are loaded is. given: settings of sampling; the others are the model's own."""
     choose_backend(settings.backend, source.device)
     text = question.read_prompt()
     messages = question.read_messages(text)
     dtype, lookup = find_dtype(source.dtype, source.device), settings.prompt_lookup_num_tokens is not None
     pair = load_pair(source.model, source.draft, dtype, source.device, lookup=lookup)
+    settings = replace(settings, **{name: value for name, value in pair.sampling.items() if name not in given})
     if messages is not None:
         text = render(pair.tokenizer, messages, question.thinking)
         end_answers(pair)

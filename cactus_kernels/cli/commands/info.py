@@ -14,11 +14,7 @@ def info(json: Annotated[bool, typer.Option("--json", help="Print one JSON objec
     if json:
         terminal.print_json(found)
         return
-    table = terminal.table("", "")
-    for name, value in found.items():
-        if name != "devices":
-            table.add_row(name, value or "not installed")
+    rows = [(name, value or "not installed") for name, value in found.items() if name != "devices"]
     for each in found["devices"]:
-        table.add_row(each["device"], each["name"])
-        table.add_row("", f"{each['backend'] or 'no backend'}: {each['why']}")
-    terminal.console().print(table)
+        rows += [(each["device"], each["name"]), ("", f"{each['backend'] or 'no backend'}: {each['why']}")]
+    terminal.print_table(("", ""), rows)

@@ -16,7 +16,8 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from .masks import Masks, is_flash, right_aligned
-from .support import cache_keyword, check_rollback, without_wrapper
+from .rotary import RotaryLengths
+from .support import cache_keyword, check_rollback, to_call, without_wrapper
 
 SMALLEST_CAPACITY = 64
 
@@ -93,14 +94,23 @@ class RollbackModel:
     The caller's model, its config and its inputs are left as they are.
     """
 
-    def __init__(self, model, batch_size: int, max_length: int, prefill_chunk_size: int | None = None):
+    def __init__(
+        self,
+        model,
+        batch_size: int,
+        max_length: int,
+        prefill_chunk_size: int | None = None,
+        prompts: list[int] | None = None,
+    ):
         """
         model: a `transformers` causal LM.
         batch_size: rows, B. max_length: most positions a row may reach; memory grows towards it as needed.
         prefill_chunk_size: most columns of a forward; a longer call takes several. None: no limit.
+        prompts: tokens of each row's prompt, for frequencies that follow the length of what is read; None: each token's own.
         Raises ValueError where `check_rollback` does.
         """
-        check_rollback(model, max_length)
+        check_rollback(model)
+        self.run = to_call(model)
         self.model = model = without_wrapper(model)
         self.batch_size = batch_size
         self.max_length = max_length
@@ -115,6 +125,7 @@ class RollbackModel:
         self.flex = config._attn_implementation == "flex_attention"
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
         self.masks = Masks(config, dtype)
+        self.rotary = RotaryLengths(model, torch.tensor(prompts or [0] * batch_size, dtype=torch.int64, device="cpu"))
         # 0, 1, 2, … where the tokens of a single row are
         self.counting = torch.empty(0, dtype=torch.int64, device="cpu")
 
@@ -176,14 +187,15 @@ class RollbackModel:
         keywords = {self.cache_keyword: self.cache, **inputs}
         if self.keeps_logits:
             keywords["logits_to_keep"] = logits_to_keep
-        logits = self.model(
-            input_ids=input_ids,
-            attention_mask=mask,
-            position_ids=position_ids,
-            use_cache=True,
-            return_dict=True,
-            **keywords,
-        ).logits
+        with self.rotary.by_token(length):
+            logits = self.run(
+                input_ids=input_ids,
+                attention_mask=mask,
+                position_ids=position_ids,
+                use_cache=True,
+                return_dict=True,
+                **keywords,
+            ).logits
         return logits if self.keeps_logits else logits[:, -logits_to_keep:]
 
     def _place_rows(self, positions, length, behind):

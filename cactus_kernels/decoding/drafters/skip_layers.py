@@ -2,9 +2,11 @@
 
 import copy
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
+
+from ..cache.support import is_compiled
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -18,11 +20,13 @@ def skip_layers(model: Model, layers: Iterable[int]) -> Model:
 
     Returns:
         A model of the same class, to be passed as `assistant_model`. The one given is left as it is; changes of its
-        weights show in both.
+        weights show in both. Of a model that `torch.compile` made, the draft is one of the model inside, not compiled.
 
     Raises:
         TypeError, ValueError: the ids are no such layers, or the model's layers cannot be found or left out.
     """
+    if is_compiled(model):
+        return skip_layers(cast(Model, model._orig_mod), layers)
     config: Any = copy.deepcopy(model.config)
     text_config = config.get_text_config()
     count = text_config.num_hidden_layers
