@@ -1,7 +1,7 @@
 """Time outside the models' forward passes in one round of sampled decoding: ours beside transformers' assisted generation.
 
     python benchmarks/bench_generate.py                               # the ratio measured in turn, ends in one JSON line
-    pytest benchmarks/bench_tables.py -k generate                     # a table by pytest-benchmark (the extra `bench`)
+    pytest benchmarks/bench_tables.py                                 # a table by pytest-benchmark (the extra `bench`)
 
 Everything that is not a model is the same size for a large model as for a small one: drawing drafts, softmaxes,
 verification, bookkeeping. So the models here are tiny with a real vocabulary, V = 128,256, and their forward passes are

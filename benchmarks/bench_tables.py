@@ -1,22 +1,10 @@
-"""What bench_verify.py and bench_generate.py measure, as tables by pytest-benchmark: `pytest benchmarks/bench_tables.py`.
+"""What bench_generate.py measures, as a table by pytest-benchmark: `pytest benchmarks/bench_tables.py`.
 
-It needs the extra `bench` (`pip install ".[bench]"`), which they do not.
+It needs the extra `bench` (`pip install ".[bench]"`), which bench_generate.py does not. Microbenchmarks are in test_kernels.py.
 """
 
 import bench_generate
-import bench_verify
-import peers
 import pytest
-
-
-@pytest.mark.parametrize("case", bench_verify.SHORT, ids=str)
-@pytest.mark.parametrize("way", [*bench_verify.OURS.values(), *(peer.name for peer in peers.PEERS)])
-def test_verify(benchmark, way, case):
-    calls = bench_verify.ways(case)
-    if way not in calls:
-        pytest.skip("not for such rows, or not installed")
-    benchmark.group = str(case)
-    benchmark(calls[way])
 
 
 @pytest.fixture(scope="module")

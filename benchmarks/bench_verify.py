@@ -2,7 +2,8 @@
 
     python benchmarks/bench_verify.py                      # a handful of sizes, on a GPU where there is one
     python benchmarks/bench_verify.py --full --plot FILE   # all sizes that fit in memory
-    pytest benchmarks/bench_tables.py -k verify            # a table by pytest-benchmark (the extra `bench`)
+
+Microbenchmarks by pytest-benchmark, also of truncated rows and of draws, are in test_kernels.py.
 
 On a GPU the time of a call is that between device events around calls in a row, each with other inputs so that the cache
 does not help, and beside it the host's time to issue one; launches are counted by the profiler. On a CPU there is one wall
@@ -24,7 +25,7 @@ from dataclasses import asdict, dataclass, is_dataclass, replace
 
 import measure
 import torch
-from peers import LOGITS, PEERS, PROBS
+from peers import LOGITS, PEERS, PROBS, truncate
 from rich.console import Console
 from verify_report import notes, plot, table
 
@@ -73,26 +74,31 @@ SHORT_ON_GPU = [Case(rows, B, 4, 151_936) for rows in (PROBS, LOGITS) for B in (
 FULL = [Case(*size) for size in itertools.product((PROBS, LOGITS), BATCH_SIZES, DRAFTED, VOCAB_SIZES)]
 
 
-def batch(case, dtype=torch.float32, device="cpu"):
-    """Rows of a target and of a draft that resembles it, [B, m + 1, V] and [B, m, V], and ids [B, m] drawn from the draft."""
+def batch(case, dtype=torch.float32, device="cpu", sampling=None):
+    """Rows of a target and of a draft that resembles it, [B, m + 1, V] and [B, m, V], and ids [B, m] drawn from the draft.
+
+    sampling: a `Sampling` of numbers by which the ids are drawn; the rows are the same.
+    """
     B, m, V = case.B, case.m, case.V
     generator = torch.Generator(device).manual_seed(0)
     target = 3 * torch.randn(B, m + 1, V, generator=generator, device=device)
     draft = target[:, :m] + torch.randn(B, m, V, generator=generator, device=device)
-    probs = draft.softmax(-1)
+    probs = (draft if sampling is None else truncate(draft, sampling)).softmax(-1)
     ids = torch.multinomial(probs.view(-1, V), 1, generator=generator).view(B, m)
     if case.rows == PROBS:
         target, draft = target.softmax(-1), probs
     return target.to(dtype), draft.to(dtype), ids
 
 
-def ways(case, dtype=torch.float32, device="cpu", rotate=False) -> dict:
+def ways(case, dtype=torch.float32, device="cpu", rotate=False, sampling=None) -> dict:
     """The calls to be timed, by name: ours, then the peers that are installed and take such rows.
 
     rotate: whether each call gets other inputs, enough of them to be out of the GPU's cache by their next turn.
+    sampling: with rows of logits, a `Sampling` of numbers. Peers get the draft's rows truncated, and the target's are truncated
+        by transformers' processors as a part of their calls.
     """
     device = torch.device(device)
-    target, draft, ids = batch(case, dtype, device)
+    target, draft, ids = batch(case, dtype, device, sampling)
     copies = measure.rotations(case.needed(dtype), case.size(dtype), device) if rotate else 1
 
     def rotated(call, *tensors):
@@ -102,7 +108,9 @@ def ways(case, dtype=torch.float32, device="cpu", rotate=False) -> dict:
         turn = itertools.count()
         return lambda: call(*rows[next(turn) % copies])
 
-    calls = {OURS[case.rows]: rotated(_ours(case, ids, draft), target, draft)}
+    calls = {OURS[case.rows]: rotated(_ours(case, ids, draft, sampling), target, draft)}
+    if sampling is not None:
+        draft = truncate(draft, sampling)
     for peer in PEERS:
         if not peer.is_installed or (case.rows == PROBS and peer.target == LOGITS):
             continue
@@ -112,6 +120,7 @@ def ways(case, dtype=torch.float32, device="cpu", rotate=False) -> dict:
         else:
             of_draft = draft.softmax(-1, dtype=torch.float32) if peer.draft == PROBS else draft
             call = _after_softmax(call) if peer.target == PROBS else call
+            call = call if sampling is None else _after_truncation(call, sampling)
         calls[peer.name] = rotated(call, of_target, of_draft)
     return calls
 
@@ -120,15 +129,19 @@ def _after_softmax(call):
     return lambda target, draft: call(target.softmax(-1, dtype=torch.float32), draft)
 
 
-def _ours(case, ids, draft):
+def _after_truncation(call, sampling):
+    return lambda target, draft: call(truncate(target, sampling), draft)
+
+
+def _ours(case, ids, draft, sampling=None):
     """Our call, of target and draft rows. On a GPU as engines make it, with memory of its own (docs/engine.md)."""
     offset = itertools.count(0, case.m + 1)
     own = _own(case, ids.device) if ids.device.type == "cuda" else {}
     if case.rows == PROBS:
         return lambda target, draft: verify(target, draft, ids, Cactus(DELTA), seed=0, offset=next(offset), **own)
-    stats = RowStats(row_stats(draft.flatten(0, 1)).packed.view(case.B, case.m, -1))
+    stats = RowStats(row_stats(draft.flatten(0, 1), sampling=sampling).packed.view(case.B, case.m, -1))
     return lambda target, draft: verify_from_logits(
-        target, draft, ids, SpS(), seed=0, offset=next(offset), draft_stats=stats, **own
+        target, draft, ids, SpS(), seed=0, offset=next(offset), sampling=sampling, draft_stats=stats, **own
     )
 
 

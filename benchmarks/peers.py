@@ -167,6 +167,23 @@ PEERS = (
 )
 
 
+def truncate(logits, sampling):
+    """Logits [..., V] with the temperature, top-k and top-p of a `Sampling` of numbers, by transformers' processors."""
+    from transformers.generation import logits_process as hf
+
+    rows = hf.TemperatureLogitsWarper(float(sampling.temperature))(None, logits.flatten(0, -2))
+    if sampling.top_k:
+        rows = hf.TopKLogitsWarper(sampling.top_k)(None, rows)
+    if sampling.top_p < 1:
+        rows = hf.TopPLogitsWarper(sampling.top_p)(None, rows)
+    return rows.view_as(logits)
+
+
+def exponential_race(probs):
+    """One token from each row of probabilities [B, V]: the race that engines write in torch, one random number for each entry."""
+    return (probs / torch.empty_like(probs).exponential_()).argmax(-1)
+
+
 def draft_always(config, num_assistant_tokens):
     """Make transformers' assisted generation draft a fixed number of tokens a round. config: the draft's generation config."""
     config.num_assistant_tokens, config.num_assistant_tokens_schedule = num_assistant_tokens, "constant"

@@ -97,7 +97,7 @@ def test_bytes_needed_and_held():
     assert probs.needed(torch.bfloat16) == 8 * 2 * 1000 * 2
     assert logits.needed(torch.float32) == 8 * (4 + 3) * 1000 * 4
     outputs = 8 * (5 * 8 + 4 + 1)
-    assert bench_verify._own_bytes(probs) == outputs + 8 * 2 * 8
+    assert bench_verify._own_bytes(probs) == outputs + (2 * 8 + 8) * 8 + 8 * 2 * 4 + 8 * 8 * 4
     assert bench_verify._own_bytes(logits) == outputs + (2 * 8 + 72) * 8 + 72 * 2 * 4 + 72 * 8 * 4
 
 

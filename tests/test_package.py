@@ -1,11 +1,18 @@
 """The package as a whole: what importing does, what is shipped, and what the README promises."""
 
+import ast
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
+import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import cactus_kernels
 
@@ -71,6 +78,67 @@ def test_version_and_licence_agree_everywhere():
     assert f"## {cactus_kernels.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
     assert "Apache License" in (ROOT / "LICENSE").read_text()
     assert "license: Apache-2.0" in (ROOT / "CITATION.cff").read_text()
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory):
+    """A wheel and an sdist, built from a copy of the sources: the names of their files, and the wheel's metadata."""
+    pytest.importorskip("setuptools")
+    place = tmp_path_factory.mktemp("build")
+    made = shutil.ignore_patterns(
+        "__pycache__", ".*_cache", ".benchmarks", ".git", ".venv", "build", "dist", "*.egg-info"
+    )
+    shutil.copytree(ROOT, place / "src", ignore=made)
+    code = f"from setuptools.build_meta import *; build_sdist({str(place)!r}); build_wheel({str(place)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=place / "src")
+    assert done.returncode == 0, done.stdout + done.stderr
+    with zipfile.ZipFile(next(place.glob("*.whl"))) as wheel, tarfile.open(next(place.glob("*.tar.gz"))) as sdist:
+        metadata = next(name for name in wheel.namelist() if name.endswith("dist-info/METADATA"))
+        return {
+            "wheel": {name for name in wheel.namelist() if ".dist-info/" not in name},
+            "sdist": {member.name.partition("/")[2] for member in sdist.getmembers() if member.isfile()},
+            "metadata": message_from_bytes(wheel.read(metadata)),
+        }
+
+
+def sources(*folders):
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    return {path.relative_to(ROOT).as_posix() for path in files if "__pycache__" not in path.parts}
+
+
+def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(archives):
+    assert archives["wheel"] == sources("cactus_kernels")
+
+
+def test_the_sdist_holds_what_its_tests_need(archives):
+    files = {"README.md", "CHANGELOG.md", "LICENSE", "CITATION.cff", "pyproject.toml", "setup.py", ".ci/run"}
+    expected = sources("cactus_kernels", "tests", "benchmarks", "docs", "examples") | files
+    assert archives["sdist"] >= expected, expected - archives["sdist"]
+
+
+def test_what_is_imported_is_declared_and_nothing_else(archives):
+    """Optional imports are in an extra of their own. typing_extensions is for type checkers, which have it."""
+    imported = set()
+    for path in (ROOT / "cactus_kernels").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                imported.add(node.module.partition(".")[0])
+    imported = {
+        canonicalize_name(x) for x in imported - sys.stdlib_module_names - {"cactus_kernels", "typing_extensions"}
+    }
+    requirements = [Requirement(x) for x in archives["metadata"].get_all("Requires-Dist")]
+    declared = {x.name.lower(): str(x.marker) for x in requirements if "extra ==" not in str(x.marker)}
+    optional = {x.name for x in requirements if str(x.marker).endswith(('extra == "plot"', 'extra == "vllm"'))}
+    assert {canonicalize_name(x) for x in declared} == imported - optional and optional <= imported
+    assert declared["triton"] == 'platform_system == "Linux"'
+
+
+def test_the_hub_folder_requires_this_release():
+    requirement = Requirement((ROOT / "cactus_kernels/hub/custom_generate/requirements.txt").read_text().strip())
+    assert canonicalize_name(requirement.name) == "cactus-kernels"
+    assert str(requirement.specifier) == f">={cactus_kernels.__version__}"
 
 
 def test_ci_runs_the_command_that_the_readme_names():

@@ -1,7 +1,13 @@
 """The loop behind `model.generate(..., custom_generate=)`, as a function and as a folder: what `speculative_generate` gives."""
 
 import copy
+import importlib.metadata
 import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
 from functools import partial
 from importlib.resources import files
 
@@ -226,6 +232,52 @@ def test_inputs_of_the_model_that_the_loop_has_no_use_for():
     ):
         with pytest.raises(ValueError, match=r"clicks is not taken by .*: leave it out"):
             call(clicks=torch.zeros(2), max_new_tokens=3)
+
+
+SECTIONS = [
+    "Description", "Base model", "Model compatibility", "Additional Arguments", "Output Type changes", "Example",
+]  # fmt: skip
+
+
+def test_the_folder_describes_itself():
+    """The metadata and the sections that transformers asks of a `custom_generate` repository; its example runs from a copy."""
+    readme = (files("cactus_kernels") / "hub" / "README.md").read_text(encoding="utf-8")
+    _, metadata, text = readme.split("---\n", 2)
+    assert "tags:\n- custom_generate\n" in metadata and "library_name: transformers\n" in metadata
+    assert re.findall(r"^## (.*)$", text, re.M) == SECTIONS
+    arguments = text.partition("## Additional Arguments")[2].partition("## ")[0]
+    named = re.findall(r"^- `(\w+)` ", arguments, re.M)
+    parameters = inspect.signature(speculative_generate).parameters
+    assert set(named) == {"rule", "seed", "budget", "draft_temperature", "backend"} <= set(parameters)
+
+
+def test_the_example_of_the_folder_runs_from_a_copy(tmp_path):
+    shutil.copytree(HUB, tmp_path / "copy", ignore=shutil.ignore_patterns("__pycache__"))
+    (example,) = re.findall(r"```python\n(.*?)```", (tmp_path / "copy" / "README.md").read_text(encoding="utf-8"), re.S)
+    assert '"FOLDER"' in example
+    done = subprocess.run(
+        [sys.executable, "-c", example.replace('"FOLDER"', repr(str(tmp_path / "copy")))],
+        capture_output=True, text=True, env=os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Question:") >= 2 and re.search(
+        r"^[1-6]\.\d\d tokens per forward pass$", done.stdout, re.M
+    )
+
+
+def test_the_folder_asks_for_the_package(monkeypatch):
+    """By requirements.txt, which transformers reads before it runs the code's function."""
+    version = importlib.metadata.version
+
+    def without(name):
+        if name == "cactus-kernels":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", without)
+    target, draft, prompts = uneven()
+    with pytest.raises(ImportError, match=r"Missing requirements(.|\n)*cactus-kernels>=0.* \(installed: None\)"):
+        through_generate("folder", target, draft, prompts, max_new_tokens=3)
 
 
 @FORMS
