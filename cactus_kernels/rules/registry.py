@@ -103,7 +103,7 @@ def table() -> str:
     """The rules as a table in Markdown, from their signatures and docstrings: README.md holds it."""
     lines = ["| rule | by name | what it does | reads |", "|---|---|---|---|"]
     names: dict[type[Rule], list[str]] = {}
-    for rule in RULES.values():
+    for rule in sorted(RULES.values(), key=lambda rule: (rule.name != "sps", not rule.default.lossless)):
         names.setdefault(type(rule.default), []).append(f'`"{rule.name}"`')
     for cls, of in names.items():
         written = ", ".join(map(str, inspect.signature(cls).parameters.values()))
