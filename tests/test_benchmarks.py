@@ -1,6 +1,7 @@
 """The microbenchmarks of `benchmarks/test_kernels.py`: what runs, in which groups, and that peers do the same job."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,9 +29,13 @@ def benchmarks(*options):
         "no:cacheprovider",
         *options,
     ]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    env = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
+    }  # xdist turns timing off
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
 
 
+@pytest.mark.slow  # and .ci/run makes them all
 def test_the_microbenchmarks_run_with_peers_as_groups(tmp_path):
     report = tmp_path / "report.json"
     done = benchmarks("--B", "2", "--m", "3", "--V", "1500", "--dtype", "bf16", f"--benchmark-json={report}")
@@ -48,6 +53,7 @@ def test_the_microbenchmarks_run_with_peers_as_groups(tmp_path):
     assert all(set(groups[name]) >= ways for name, ways in expected.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("option", "value"), [("--dtype", "bf16,fp8"), ("--B", "1,0")])
 def test_a_size_that_makes_no_sense_is_refused(option, value):
     done = benchmarks(option, value)

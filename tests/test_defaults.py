@@ -234,7 +234,11 @@ def texts(name):
 
 # A llama makes tensors on the default device itself, and computes otherwise under autocast.
 @pytest.mark.parametrize(
-    ("name", "odd"), [*(("table", odd) for odd in ODD), *(("llama", odd) for odd in ODD if odd not in ("device", "autocast"))]
+    ("name", "odd"),
+    [
+        *(("table", odd) for odd in ODD),
+        *(pytest.param("llama", odd, marks=pytest.mark.slow) for odd in ODD if odd not in ("device", "autocast")),
+    ],
 )  # fmt: skip
 def test_texts(name, odd):
     expected = texts(name)

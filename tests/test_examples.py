@@ -30,6 +30,7 @@ def test_an_example_is_at_most_40_lines(name):
     assert len(EXAMPLES[name].read_text(encoding="utf-8").splitlines()) <= 40
 
 
+@pytest.mark.slow
 def test_rows_of_a_batch_accept_their_own_number_of_tokens():
     text = output("generate_batch")
     rows = [numbers(line) for line in re.findall(r"-> .* accepted$", text, re.M)]
@@ -40,6 +41,7 @@ def test_rows_of_a_batch_accept_their_own_number_of_tokens():
     assert rate == round(100 * sum(accepted for *_, accepted, _ in rows) / sum(drafted for *_, drafted in rows))
 
 
+@pytest.mark.slow
 def test_a_request_of_the_engine_says_the_same_in_every_batch(tmp_path):
     """Requests leave in the order in which they are done, and each one's text is the same where it runs alone."""
     lines = output("engine_loop").splitlines()

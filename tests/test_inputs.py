@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("transformers")
 
 import torch
-from support.models import TableModel, table_pair
-from test_cache import SMALL_MAMBA, SMALL_NEXT, SMALL_T5, build, model_of
+from support.models import TableModel, build, table_pair
+from support.refused import SMALL_MAMBA, SMALL_NEXT, SMALL_T5, model_of
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import GenerationConfig, PreTrainedTokenizerFast
@@ -37,7 +37,7 @@ def tokenizer(words):
 
 REFUSED = {
     # the rule
-    "rule": ({"rule": "cacti"}, ValueError, "unknown rule 'cacti': use one of 'sps', 'cactus'"),
+    "rule": ({"rule": "cacti"}, ValueError, "unknown rule 'cacti': use one of 'block', 'sps', 'cactus'"),
     "rule type": ({"rule": 0.5}, TypeError, "rule must be a Rule or its name, got float"),
     "rule class": ({"rule": Cactus}, TypeError, "rule must be a Rule or its name, got type"),
     "strengths": ({"rule": Cactus(torch.ones(3))}, ValueError, "3 strengths for 2 rows: give one a row, or a number"),

@@ -189,7 +189,7 @@ def test_the_intervals_of_batch_sensitivity_are_exact(interval, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/engine.md", pytest.param("docs/generate.md", marks=pytest.mark.slow)]
+    "page", ["README.md", *(pytest.param(f"docs/{page}.md", marks=pytest.mark.slow) for page in ("engine", "generate"))]
 )
 def test_examples_run(page):
     examples = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.S)

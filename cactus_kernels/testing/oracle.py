@@ -95,7 +95,7 @@ def block(target, draft, token_ids, *, seed, offset):
         units = sum(int((chunk * ONE).long().sum()) >> BLOCK_SHIFT for chunk in w.split(CHUNK))
         total = torch.tensor(units, dtype=torch.int64, device="cpu").float() * (2**BLOCK_SHIFT / ONE)
         if i == 0 or rules.keeps(u, chance, total):
-            rest = torch.where(torch.arange(V, device="cpu") == token_ids[i], 0.0, q)
+            rest = torch.where(torch.arange(V, dtype=torch.int64, device="cpu") == token_ids[i], 0.0, q)
             token = reference.draw(w, at) or reference.draw(rest, at)
             return ([*token_ids[:i], *token], i, True, 0.0) if token else ([], 0, False, 0.0)
     raise AssertionError("a chain of no tokens is kept")

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from support.decoding import random_prompts, run
+from support.images import IMAGE, llava, made, pixels, qwen2_vl
 from support.models import build, table_pair
-from test_cache import SMALL_NEO, flex_on_two_devices, model_of, with_attention
-from test_images import IMAGE, llava, made, pixels, qwen2_vl
+from support.refused import SMALL_NEO, flex_on_two_devices, model_of, with_attention
 
 from cactus_kernels import Cactus, speculative_generate
 from cactus_kernels.decoding.cache.support import check_rollback

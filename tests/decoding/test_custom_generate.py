@@ -251,6 +251,7 @@ def test_the_folder_describes_itself():
     assert set(named) == {"rule", "seed", "budget", "draft_temperature", "backend"} <= set(parameters)
 
 
+@pytest.mark.slow
 def test_the_example_of_the_folder_runs_from_a_copy(tmp_path):
     shutil.copytree(HUB, tmp_path / "copy", ignore=shutil.ignore_patterns("__pycache__"))
     (example,) = re.findall(r"```python\n(.*?)```", (tmp_path / "copy" / "README.md").read_text(encoding="utf-8"), re.S)

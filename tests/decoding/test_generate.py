@@ -99,8 +99,7 @@ def loop_law(p, q, delta, context, length, num_assistant_tokens):
 # -- laws
 
 
-@pytest.mark.parametrize("num_assistant_tokens", [1, 2, 5])
-@pytest.mark.parametrize("length", [2, 3])
+@pytest.mark.parametrize(("length", "num_assistant_tokens"), [(2, 1), (3, 2), (3, 5)])
 def test_sps_gives_the_law_of_the_target(length, num_assistant_tokens):
     """Two tokens and three: where random words are used twice, a later token depends on an earlier one."""
     target, draft = table_pair(5)
@@ -233,6 +232,7 @@ def test_cactus_keeps_its_law_on_processed_rows(name):
     assert p_value(tokens, markov_law(q, 3, 3)) < exact.FALSE_ALARM
 
 
+@pytest.mark.slow
 def test_a_processor_that_reads_the_text_keeps_its_law():
     target, draft = table_pair(6)
     penalty = hf.RepetitionPenaltyLogitsProcessor(2.0)
@@ -304,6 +304,7 @@ def test_a_draft_of_another_kind_changes_nothing():
     assert outputs(out, prompts) == plain(target, prompts, max_new_tokens=20)
 
 
+@pytest.mark.slow
 def test_greedy_tokens_of_the_embedded_pair():
     target, draft, tokenizer = embedded_pair(dtype=torch.float64)
     texts = ["Question: Maria has 5 boxes of pencils.", "Question: A", "The farmer sold 12 eggs on Monday. How", "She"]

@@ -78,18 +78,18 @@ def test_a_smaller_draft_vocabulary_is_padded_with_zeros():
     assert p_value(out.token_ids[:, 0], exact.emitted(p64, q.double().numpy(), 0.5)) > exact.FALSE_ALARM
 
 
-def test_acceptances_of_four_positions_are_independent():
+def test_acceptances_of_four_positions_are_independent(draws=DRAWS // 4):
     """Four positions of a request, each verified alone at its own offset, against the product of their acceptances."""
     p, q = pair(37)
     a = law.acceptance(p, q, SpS())
     assert 0.3 < a < 0.7
     rng = np.random.default_rng(7)
-    drafted = torch.from_numpy(rng.choice(37, size=(DRAWS, 4), p=p.double().numpy() / p.double().sum().item()))
-    seed = torch.from_numpy(rng.integers(-(2**63), 2**63, size=DRAWS))
+    drafted = torch.from_numpy(rng.choice(37, size=(draws, 4), p=p.double().numpy() / p.double().sum().item()))
+    seed = torch.from_numpy(rng.integers(-(2**63), 2**63, size=draws))
     alone = torch.stack(
         [
             verify(
-                q.expand(DRAWS, 2, 37), p.expand(DRAWS, 1, 37), drafted[:, i, None], "sps", seed=seed, offset=i
+                q.expand(draws, 2, 37), p.expand(draws, 1, 37), drafted[:, i, None], "sps", seed=seed, offset=i
             ).num_accepted
             for i in range(4)
         ],
@@ -101,7 +101,7 @@ def test_acceptances_of_four_positions_are_independent():
         exact.chi_square_p_value(np.bincount(pattern.numpy(), minlength=16), a**k * (1 - a) ** (4 - k))
         > exact.FALSE_ALARM
     )
-    together = verify(q.expand(DRAWS, 5, 37), p.expand(DRAWS, 4, 37), drafted, "sps", seed=seed, offset=0).num_accepted
+    together = verify(q.expand(draws, 5, 37), p.expand(draws, 4, 37), drafted, "sps", seed=seed, offset=0).num_accepted
     assert torch.equal(together.long(), alone.long().cumprod(1).sum(1))
 
 
