@@ -53,14 +53,14 @@ def check(target, found):
 
 
 def check_loads(target, kernels):
-    """Aligned rows are read 16 bytes at a time."""
+    """Aligned rows are read 16 bytes at a time; `stops_kernel` reads entries of them."""
     nvidia, seen = target.startswith("sm"), set()
     for case, name, figures in kernels:
         if not re.search(r"(fp32|bf16|fp16), (aligned|odd, padded|odd)$", case):
             continue  # one of `offline.ways`
         seen.add(name)
         odd = case.endswith(", odd")
-        if nvidia or "cutting" not in name:  # masked loads of a cut stay narrow for AMD
+        if name != "stops_kernel" and (nvidia or "cutting" not in name):  # masked loads of a cut stay narrow for AMD
             assert (figures["wide loads"] > 0) != odd, (case, name, figures)
         if name == "verify_kernel" and case.startswith(("probabilities", "logits")):
             expected = 0 if odd else WIDE_LOADS[case.split(", ")[1]]

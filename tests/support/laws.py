@@ -105,7 +105,8 @@ def least(p, q, acceptance):
 
 
 def assert_no_less_than_least(p, q, P, acceptance):
-    best = torch.from_numpy(least(p.numpy(), q.numpy(), acceptance.numpy()))
+    # An acceptance is known to some 1e-13, and KL(q || P) depends on that where nearly every draft is accepted.
+    best = torch.from_numpy(least(p.numpy(), q.numpy(), acceptance.numpy() - 1e-12))
     for name, mine, theirs in zip(
         law.Divergences._fields, law.divergences(best, q), law.divergences(P, q), strict=True
     ):
