@@ -205,19 +205,16 @@ def test_every_rule_follows_its_exact_law(name, settings):
     assert exact.chi_square_p_value(np.bincount(tokens, minlength=11), expected) > exact.FALSE_ALARM
 
 
-@pytest.mark.parametrize("draws", [3, pytest.param(120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("draws", [3, pytest.param(30, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("settings", CUT.values(), ids=CUT)
 @pytest.mark.parametrize("name", RULE_LAWS)
 def test_every_rule_gives_the_same_tokens_on_both_backends(name, settings, draws):
-    """But for near-ties, one in a thousand; the more of them follow the law by themselves, too."""
+    """On torch they follow the law, see above. A near-tie would be a difference, which is rarer than one in 10^4."""
     if "triton" not in BACKENDS:
         pytest.skip("triton is not there, or does not run here")
-    rule, brute_force = RULE_LAWS[name]
-    tokens, p, q = verified_by(rule, settings, draws, "triton")
-    assert (tokens != verified_by(rule, settings, draws, "torch")[0]).sum() <= draws // 1000
-    if draws > 100:
-        expected = exact.emitted_by(p, q, *brute_force(p, q))
-        assert exact.chi_square_p_value(np.bincount(tokens, minlength=11), expected) > exact.FALSE_ALARM
+    rule, _ = RULE_LAWS[name]
+    tokens, _, _ = verified_by(rule, settings, draws, "triton")
+    assert (tokens == verified_by(rule, settings, draws, "torch")[0]).all()
 
 
 def test_a_probability_compared_with_its_row_is_the_one_in_it():
