@@ -1,9 +1,17 @@
 """The command line as a test runs it: in this process, on the CPU unless told otherwise."""
 
+import signal
+
 import pytest
 import torch
 
 from cactus_kernels.cli import main
+
+
+@pytest.fixture(autouse=True, scope="session")
+def interruptible():
+    """A shell lets what it runs in the background, and all that this starts, ignore the signal of Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

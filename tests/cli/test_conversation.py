@@ -102,15 +102,6 @@ def test_an_interrupt_at_the_prompt_ends_a_conversation_that_said_so(checkpoints
     assert out.splitlines()[0] == "Ctrl-C stops an answer. At the prompt, Ctrl-D or Ctrl-C ends the conversation."
 
 
-# A process in the background of a shell inherits that the signal is ignored.
-MAIN = """
-import signal
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from cactus_kernels.cli import main
-main()
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="sends SIGINT")
 def test_a_signal_in_the_middle_of_an_answer(checkpoints):
@@ -128,7 +119,7 @@ def test_a_signal_in_the_middle_of_an_answer(checkpoints):
         "3",
     ]
     with subprocess.Popen(
-        [sys.executable, "-u", "-c", MAIN, *arguments],
+        [sys.executable, "-u", "-c", "from cactus_kernels.cli import main; main()", *arguments],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     ) as process:  # fmt: skip
         process.stdin.write(b"Hi\n")

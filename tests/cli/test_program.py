@@ -21,8 +21,7 @@ from cactus_kernels.tools.pair import embedded_pair
 SHORT = ["--max-new-tokens", "24", "--seed", "1"]
 RUN = "from cactus_kernels.cli import main; main()"
 STOPS_AT = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background of a shell inherits that it is ignored
+import sys
 class Stop:
     def find_spec(self, name, *_):
         if name == "{module}":
