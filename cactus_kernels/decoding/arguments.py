@@ -30,6 +30,11 @@ class Arguments:
     keywords: Mapping[str, Any] = field(default_factory=dict)
     expanded: bool = False
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether drafts come from the text, and from no model."""
+        return self.setting("prompt_lookup_num_tokens") is not None
+
     def setting(self, name: str) -> Any:
         """What `generate` will go by: its keyword, else the config passed, else the model's own; None: nobody says."""
         if name in self.keywords:

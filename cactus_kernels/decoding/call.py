@@ -129,7 +129,7 @@ def _check_draft_temperature(arguments):
     Sampling(arguments.draft_temperature)  # checks it
     if not arguments.setting("do_sample"):
         raise ValueError("draft_temperature is for sampled drafts: pass do_sample=True, or leave it out")
-    if arguments.setting("prompt_lookup_num_tokens") is not None:
+    if arguments.looks_up:
         raise ValueError("draft_temperature is for a draft model, and prompt lookup has none: leave it out")
 
 

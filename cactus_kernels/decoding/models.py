@@ -13,11 +13,10 @@ MAX_PADDING = 1024
 
 def check_models(arguments: Arguments) -> None:
     """Raises TypeError or ValueError if the target, or its draft where there is no prompt lookup, cannot be run."""
-    looks_up = arguments.setting("prompt_lookup_num_tokens") is not None
-    if arguments.assistant_model is None and not looks_up:
+    if arguments.assistant_model is None and not arguments.looks_up:
         raise ValueError("assistant_model is None: pass the draft model, or prompt_lookup_num_tokens")
     _check_model("model", arguments.model)
-    if not looks_up:
+    if not arguments.looks_up:
         _check_model("assistant_model", arguments.assistant_model)
         _check_together(arguments)
 

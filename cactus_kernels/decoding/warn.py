@@ -31,10 +31,8 @@ def warn_of_rule(arguments: Arguments, rule: Rule) -> None:
 
 def warn_of_untried(arguments: Arguments) -> None:
     """One `UserWarning` for all models of kinds that nobody has compared."""
-    looks_up = arguments.setting("prompt_lookup_num_tokens") is not None
-    models = [
-        without_wrapper(m) for m in ([arguments.model] if looks_up else [arguments.model, arguments.assistant_model])
-    ]
+    models = [arguments.model] if arguments.looks_up else [arguments.model, arguments.assistant_model]
+    models = [without_wrapper(model) for model in models]
     names = sorted({type(model).__name__ for model in models if not is_tried(model)})
     if names:
         warnings.warn(
