@@ -34,7 +34,7 @@ def verify(target, draft, token_ids, rule, *, seed, offset, budget=None):  # noq
         if not 0 <= n < size or bad(q[n]) or bad(p[n]):
             return tokens, j, False, nats
         q_n, p_n, u = q[n].clamp(max=1), p[n].clamp(max=1), philox.uniform(*words(at, 0, ACCEPT))[0]
-        solves = rule.solves is not None and rule.solves.what != "cap" and bool(u * p_n >= q_n)  # c >= 1 accepts others
+        solves = rule.solves and not rule.solves.where_rejected and bool(u * p_n >= q_n)  # c >= 1 accepts others
         if (rule.statistics and bad(q)) or (solves and (bad(q) or bad(p))):
             return tokens, j, False, nats
         stat = tuple(statistics.of_rows(name, q[None, :V])[0] for name in rule.statistics)

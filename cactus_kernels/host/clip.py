@@ -1,4 +1,4 @@
-"""The multipliers b <= 1 <= c of the law `clip(p, b q, c q)` for one row pair: the torch reference.
+"""The multipliers b <= 1 <= c of the law `clip(p, b q, c q)` for one row pair, on the host.
 
 With S the tokens whose ratio p/q (rounded to fp32) is below b, and T those whose ratio is above c, the law sums to what p sums
 to where what recovery adds is what was rejected: b sum_S q - sum_S p = sum_T p - c sum_T q.

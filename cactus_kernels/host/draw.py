@@ -1,4 +1,4 @@
-"""Drawing from rows of logits on the host, and their statistics. The reference for `kernels.rows`, fast on a CPU."""
+"""Drawing from rows of logits on the host, and their statistics: what `kernels.rows` does on a GPU."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""Drawing a token from unnormalised weights by a two-level exponential race: the torch reference.
+"""Drawing a token from unnormalised weights by a two-level exponential race, on the host.
 
     chunk c = tokens 1024 c .. 1024 c + 1023,   S_c = the sum of the chunk's weights
     winning chunk = argmax_c S_c / E(c),        winning token = argmax_i w_i / E'(i) over that chunk alone

@@ -1,4 +1,4 @@
-"""Statistics of the target row that some rules read, for every drafted position: the torch reference.
+"""Statistics of the target row that some rules read, for every drafted position, on the host.
 
     "entropy"            H = -sum q ln q, nats, within 2e-6 relative and V 2^-40
     "relative entropy"   H / ln V, 0 where V = 1

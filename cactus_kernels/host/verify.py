@@ -1,4 +1,4 @@
-"""Verification in torch: the reference for the kernel, and the fast path on a CPU.
+"""Verification on the host: the backend "torch", fast on a CPU.
 
 It reads one row pair of each request in full, whatever the number of drafted tokens. All is done on the host, to which entries
 and rows of a GPU are copied: there it waits for the device.
@@ -31,7 +31,7 @@ def verify(inputs, out, scratch=None):
     if inputs.budget is not None:
         out.spent.copy_(torch.from_numpy(positions.spent(stop)))
     rejected = np.flatnonzero(valid & (n >= 0))
-    if solves_rejected(inputs.rule) and len(rejected):
+    if inputs.rule.solves and inputs.rule.solves.where_rejected and len(rejected):
         positions.solve(rejected, stop[rejected])
         valid[rejected] &= ~np.isnan(positions.stat[:, rejected, stop[rejected]]).any(0)
 
@@ -70,6 +70,7 @@ class _Positions:
     def __init__(self, inputs):
         B, shape = inputs.batch_size, (inputs.batch_size, inputs.max_draft_tokens + 1)
         rule = self.rule = inputs.rule
+        self.solves_drafted = rule.solves is not None and not rule.solves.where_rejected
         self.inputs = inputs
         self.seed, self.offset = philox.streams(inputs.seed, inputs.offset, B)
         self.strengths, bad_request = _strengths(inputs)
@@ -98,7 +99,7 @@ class _Positions:
         inputs, (B, columns) = self.inputs, self.drafted.shape
         j = np.arange(columns)
         u = philox.uniform(*philox.philox(self.seed[:, None], 0, ACCEPT, *philox.counter_row(self.offset[:, None], j)))
-        reads_rows = isinstance(inputs.target, Logits) or self.rule.statistics or solves_drafted(self.rule)
+        reads_rows = isinstance(inputs.target, Logits) or self.rule.statistics or self.solves_drafted
         stop, request, start = np.zeros(B, dtype=np.int64), np.arange(B), 0
         while len(request):
             end = min(columns, start + max(1, AT_ONCE // (inputs.vocab_size * len(request)))) if reads_rows else columns
@@ -123,7 +124,7 @@ class _Positions:
             bad |= bad_prob(p_n) & drafted
         q_n, p_n = np.minimum(q_n, np.float32(1)), np.minimum(p_n, np.float32(1))
         asked = drafted
-        if solves_drafted(self.rule):  # c is at least 1
+        if self.solves_drafted:  # c is at least 1
             asked = drafted & ~bad & ~(u * p_n < q_n)
         stat = self._statistics(at, asked)
         for s in stat or ():
@@ -144,7 +145,7 @@ class _Positions:
         request, j = (x[asked] for x in np.broadcast_arrays(*at))
         if names:
             self.stat[: len(names), request, j] = statistics.compute(names, self.target, request, j)
-        elif solves_drafted(self.rule):
+        elif self.solves_drafted:
             self.solve(request, j)
         return tuple(s[at] for s in self.stat)
 
@@ -204,16 +205,6 @@ class _Positions:
 def _numpy(function):
     """A function of a rule over numpy arrays."""
     return rules.bind(function, numpy_language)
-
-
-def solves_drafted(rule):
-    """Whether b and c are solved before a drafted token is judged."""
-    return rule.solves is not None and rule.solves.what != "cap"
-
-
-def solves_rejected(rule):
-    """Whether b is solved where a drafted token was rejected."""
-    return rule.solves is not None and rule.solves.what == "cap"
 
 
 def _groups(requests, size):

@@ -221,9 +221,9 @@ def _read(inputs, target, draft, drafted):
     """What the rule reads beside q and p: fp32 [READS, rows of the target], None where that is nothing."""
     if inputs.rule.solves is None:
         return statistics.compute(inputs)
-    if inputs.rule.solves.what != "cap":
-        return clip.compute(inputs)
-    return clip.compute(inputs, at=find_stops(inputs, target, draft, drafted))
+    if inputs.rule.solves.where_rejected:
+        return clip.compute(inputs, at=find_stops(inputs, target, draft, drafted))
+    return clip.compute(inputs)
 
 
 def _launch(inputs, out, scratch, stats, splits, num_warps):

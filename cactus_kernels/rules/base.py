@@ -24,6 +24,11 @@ class Solve(NamedTuple):
     what: str
     strength: int = 0
 
+    @property
+    def where_rejected(self) -> bool:
+        """Whether it is solved after a drafted token was rejected; else before it is judged."""
+        return self.what == "cap"
+
 
 class Rule:
     """An acceptance rule: two functions, their strengths, and what they read of the rows. Nothing else of it is looked at.
