@@ -12,7 +12,8 @@ import triton.language as tl
 from .. import definition, rules
 from ..contract import Logits
 from ..rules import block
-from .layout import dense, draft_rows, drafted_tokens, span_of, target_rows
+from .judge import locate, pairs
+from .layout import dense, draft_rows, drafted_tokens, target_rows
 from .race import CHUNK, LOWEST, ONE, race, stream_of, uniform
 from .row import is_bad, load_stats
 from .scan import load
@@ -43,51 +44,23 @@ def chains(
         where it ends, whether that is its whole length, whether a value that counts is bad,
         offsets of the request's first rows in target and draft, and of their statistics.
     """
-    wide = request.to(tl.int64)
-    start, length, bad_request = span_of(request, drafted.cu_draft_tokens, N, m)
-    slot, draft_start = wide, start
-    if drafted.row_map is not None:
-        slot, draft_start = tl.load(drafted.row_map + request).to(tl.int64), start * 0
-        outside = (slot < 0) | (slot >= slots)
-        slot = tl.where(outside, 0, slot)
-        bad_request |= outside
+    _start, length, bad_request, ids, starts = locate(
+        request, target, draft, drafted, slots, N, m, STATS_GIVEN, BLOCK_M
+    )  # fmt: skip
     j = tl.arange(0, BLOCK_M)
-    row = j.to(tl.int64)
-    ids_at = wide * drafted.by_request + (start + row) * drafted.by_column
-    ids = tl.load(drafted.token_ids + ids_at, mask=j < length, other=-1).to(tl.int64)
     end = tl.min(tl.where(ids == -1, j, BLOCK_M), 0)
     inside = j < end
     ids = tl.where(inside, ids, -1)
-    in_target = (ids >= 0) & (ids < target.size)
-    in_draft = (ids >= 0) & (ids < draft.size)
-    q_at = wide * target.by_request + start * target.by_row
-    q_stats_at = wide * target.stats_by_request
-    if target.stats is None:
-        q = load(target.data, q_at + row * target.by_row + ids, ids, in_target, ())
-    else:
-        stats = load_stats(target.stats, q_stats_at + row * target.stats_by_row, inside)
-        q = load(target.data, q_at + row * target.by_row + ids, ids, in_target, stats)
-    p_at = slot * draft.by_request + draft_start * draft.by_row
-    if STATS_GIVEN:
-        p_stats_at = slot * draft.stats_by_request + draft_start * draft.stats_by_row
-    else:
-        p_stats_at = wide * draft.stats_by_request
-    if draft.data is None:
-        p = tl.full((BLOCK_M,), 1.0, tl.float32)
-    elif draft.stats is None:
-        p = load(draft.data, p_at + row * draft.by_row + ids, ids, in_draft, ())
-    else:
-        stats = load_stats(draft.stats, p_stats_at + row * draft.stats_by_row, inside)
-        p = load(draft.data, p_at + row * draft.by_row + ids, ids, in_draft, stats)
+    q, p = pairs(ids, target, draft, starts, inside, inside, BLOCK_M)
     bad = (ids < -1) | (ids >= tl.maximum(target.size, draft.size)) | is_bad(q) | is_bad(p)
     bad_request |= tl.max(tl.where(inside & bad, 1, 0), 0) > 0
-    q, p = tl.where(inside & in_target, tl.minimum(q, 1.0), 0.0), tl.minimum(p, 1.0)
+    q, p = tl.where(inside & (ids < target.size), tl.minimum(q, 1.0), 0.0), tl.minimum(p, 1.0)
     chance = tl.full((), 1.0, tl.float32)
     chances = tl.where(j == 0, 1.0, 0.0)
     for i in range(0, end):
         chance = _chance_with(chance, _entry(q, j, i), _entry(p, j, i))
         chances = tl.where(j == i + 1, chance, chances)
-    return ids, chances, end, end == length, bad_request, (q_at, p_at, q_stats_at, p_stats_at)
+    return ids, chances, end, end == length, bad_request, starts
 
 
 @triton.jit

@@ -40,6 +40,59 @@ def _statistics(read, num_rows, row, mask, READS: tl.constexpr):
 
 
 @triton.jit
+def locate(
+    request, target, draft, drafted, slots, N, m, STATS_GIVEN: tl.constexpr, BLOCK_M: tl.constexpr
+):  # fmt: skip
+    """Where a request's rows and tokens lie.
+
+    Returns:
+        its first flat row, the length of its draft, whether its prefix sums or its slot are out of order,
+        drafted ids int64 [BLOCK_M], one more than there can be, -1 beyond the draft,
+        offsets of its first rows in target and draft, and of their statistics.
+    """
+    wide = request.to(tl.int64)
+    start, length, disorder = span_of(request, drafted.cu_draft_tokens, N, m)
+    slot, draft_start = wide, start
+    if drafted.row_map is not None:
+        slot, draft_start = tl.load(drafted.row_map + request).to(tl.int64), start * 0
+        outside = (slot < 0) | (slot >= slots)
+        slot = tl.where(outside, 0, slot)
+        disorder |= outside
+    j = tl.arange(0, BLOCK_M)
+    ids_at = wide * drafted.by_request + (start + j) * drafted.by_column
+    ids = tl.load(drafted.token_ids + ids_at, mask=j < length, other=-1).to(tl.int64)
+    q_at = wide * target.by_request + start * target.by_row
+    p_at = slot * draft.by_request + draft_start * draft.by_row
+    # Statistics that came with the draft lie as its rows do, others by request.
+    if STATS_GIVEN:
+        p_stats_at = slot * draft.stats_by_request + draft_start * draft.stats_by_row
+    else:
+        p_stats_at = wide * draft.stats_by_request
+    return start, length, disorder, ids, (q_at, p_at, wide * target.stats_by_request, p_stats_at)
+
+
+@triton.jit
+def pairs(ids, target, draft, starts, target_counts, draft_counts, BLOCK_M: tl.constexpr):
+    """q and p of drafted tokens, fp32 [BLOCK_M], 0 outside a vocabulary. starts: of `locate`. *_counts: which rows have
+    statistics that count, if they are logits; of a bad one both are NaN."""
+    q_at, p_at, q_stats_at, p_stats_at = starts
+    row = tl.arange(0, BLOCK_M).to(tl.int64)
+    in_target, in_draft = (ids >= 0) & (ids < target.size), (ids >= 0) & (ids < draft.size)
+    stats = ()
+    if target.stats is not None:
+        stats = load_stats(target.stats, q_stats_at + row * target.stats_by_row, target_counts)
+    q = load(target.data, q_at + row * target.by_row + ids, ids, in_target, stats)
+    if draft.data is None:
+        p = tl.full((BLOCK_M,), 1.0, tl.float32)
+    else:
+        stats = ()
+        if draft.stats is not None:
+            stats = load_stats(draft.stats, p_stats_at + row * draft.stats_by_row, draft_counts)
+        p = load(draft.data, p_at + row * draft.by_row + ids, ids, in_draft, stats)
+    return q, p
+
+
+@triton.jit
 def judge(
     request, target, draft, drafted, given, seed, offset, slots, num_rows, N, m,  # as in `verify_kernel`
     H: tl.constexpr, PER_REQUEST: tl.constexpr, STATS_GIVEN: tl.constexpr, READS: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -64,44 +117,11 @@ def judge(
         else:
             s = number(s)
         values = values + (s,)  # noqa: RUF005 (triton has no starred tuples)
-    start, length, disorder = span_of(request, drafted.cu_draft_tokens, N, m)
+    start, length, disorder, ids, starts = locate(request, target, draft, drafted, slots, N, m, STATS_GIVEN, BLOCK_M)
     bad_request |= disorder
-    slot, draft_start = wide, start
-    if drafted.row_map is not None:
-        slot, draft_start = tl.load(drafted.row_map + request).to(tl.int64), start * 0
-        outside = (slot < 0) | (slot >= slots)
-        slot = tl.where(outside, 0, slot)
-        bad_request |= outside
-
-    # q and p of the drafted tokens, one slot more than there can be.
+    # A row of the target past the draft's end counts too, where it is there.
     j = tl.arange(0, BLOCK_M)
-    row = j.to(tl.int64)
-    ids_at = wide * drafted.by_request + (start + row) * drafted.by_column
-    ids = tl.load(drafted.token_ids + ids_at, mask=j < length, other=-1).to(tl.int64)
-    in_target = (ids >= 0) & (ids < target.size)  # an id beyond the target's vocabulary is never accepted
-    q_at = wide * target.by_request + start * target.by_row
-    q_stats_at = wide * target.stats_by_request
-    if target.stats is None:
-        q = load(target.data, q_at + row * target.by_row + ids, ids, in_target, ())
-    else:
-        # A row past the draft's end counts too, where it is there.
-        counts = j < length + (drafted.bonus_token_ids is None)
-        stats = load_stats(target.stats, q_stats_at + row * target.stats_by_row, counts)
-        q = load(target.data, q_at + row * target.by_row + ids, ids, in_target, stats)
-    in_draft = (ids >= 0) & (ids < draft.size)
-    p_at = slot * draft.by_request + draft_start * draft.by_row
-    # Statistics that came with the draft lie as its rows do, others by request.
-    if STATS_GIVEN:
-        p_stats_at = slot * draft.stats_by_request + draft_start * draft.stats_by_row
-    else:
-        p_stats_at = wide * draft.stats_by_request
-    if draft.data is None:
-        p = tl.full((BLOCK_M,), 1.0, tl.float32)
-    elif draft.stats is None:
-        p = load(draft.data, p_at + row * draft.by_row + ids, ids, in_draft, ())
-    else:
-        stats = load_stats(draft.stats, p_stats_at + row * draft.stats_by_row, ids >= 0)
-        p = load(draft.data, p_at + row * draft.by_row + ids, ids, in_draft, stats)
+    q, p = pairs(ids, target, draft, starts, j < length + (drafted.bonus_token_ids is None), ids >= 0, BLOCK_M)
     bad = (ids < -1) | (ids >= tl.maximum(target.size, draft.size)) | is_bad(q) | is_bad(p)
     q_n, p_n = tl.minimum(q, 1.0), tl.minimum(p, 1.0)
 
@@ -125,7 +145,8 @@ def judge(
         if BLOCK_M > 1:
             left = tl.maximum(left - (tl.cumsum(spends, 0) - spends), 0)
         h_n = tl.minimum(h_n, q_n * _cap(left))
-    accepted = (uniform(r0, r1) * p_n < h_n) & in_target & (bad == 0)
+    # An id beyond the target's vocabulary is never accepted.
+    accepted = (uniform(r0, r1) * p_n < h_n) & (ids >= 0) & (ids < target.size) & (bad == 0)
     stop = tl.min(tl.where(accepted, BLOCK_M, j), 0)
     stop = tl.where(bad_request, 0, stop)
     bad_request |= tl.sum(tl.where(j == stop, bad.to(tl.int32), 0), 0) > 0
@@ -144,8 +165,7 @@ def judge(
         spent = tl.sum(tl.where(j < stop, tl.minimum(spends, left), 0), 0)
     judged = q_n, h_n, least, (stat,) + values  # noqa: RUF005
     return (
-        stop.to(tl.int64), length, bad_request, (key, position), (q_at, p_at, q_stats_at, p_stats_at), (n, q, p), rejected,
-        judged, spent,
+        stop.to(tl.int64), length, bad_request, (key, position), starts, (n, q, p), rejected, judged, spent,
     )  # fmt: skip
 
 
